@@ -1,0 +1,35 @@
+# make demo   makes .venv, installs, runs the demonstration
+# make test   the same set-up, then lint, types and all tests
+# make lint   lint and types alone
+# make clean  removes .venv, caches and outputs
+
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+
+.PHONY: demo test lint clean
+.NOTPARALLEL:  # two installs into one .venv must not overlap
+
+demo: $(VENV)/base.stamp
+	$(RUN) experiments/demo.py
+
+test: lint
+	$(RUN) -m pytest
+
+lint: $(VENV)/test.stamp
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy --strict asyncsched sim
+
+clean:
+	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist out *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is newer than what it was installed from, so set-up runs only when one of these files has changed.
+$(VENV)/base.stamp: INSTALL := .
+$(VENV)/test.stamp: INSTALL := .[test]
+$(VENV)/%.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "asyncsched needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '$(INSTALL)'
+	@touch $@

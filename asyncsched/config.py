@@ -1,0 +1,78 @@
+"""The one place where engine defaults live. Simulator, executors, CLI and docs read them from here.
+
+Names follow vLLM's where one exists. The block counts are usable blocks: the null block that padding rows
+write to is allocated on top of `num_blocks` and never handed out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from asyncsched.errors import ConfigError
+
+Batching = Literal["continuous", "static"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How one engine schedules. Lengths are in tokens.
+
+    depth                   steps in flight at most; 1 is synchronous batching, 2 is asynchronous batching
+    batching                "continuous", or "static": a whole batch finishes before the next is admitted
+    max_num_seqs            rows in a step, and seats in the running batch
+    max_num_batched_tokens  token budget of a step
+    max_model_len           longest prompt + output
+    block_size              tokens in a KV block
+    num_blocks              KV blocks in the pool
+    enable_prefix_caching   share committed blocks between requests with equal prefixes
+    enable_chunked_prefill  let a prompt be computed over several steps; off, a prompt must fit one step
+    sliding_window          keys a query sees, itself included; None means all
+    decode_buckets          batch sizes that pure decode steps are padded to (CUDA graphs); () means no padding
+    admission               order of the queue: fcfs, priority, shortest-prompt, or module:Class
+    victim                  who is preempted: latest-arrival, lowest-priority, least-progress, or module:Class
+    reservation             blocks an admission must find free: optimistic, worst-case, or module:Class
+    """
+
+    depth: int = 2
+    batching: Batching = "continuous"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int = 8192
+    block_size: int = 16
+    num_blocks: int = 8192
+    enable_prefix_caching: bool = False
+    enable_chunked_prefill: bool = True
+    sliding_window: int | None = None
+    decode_buckets: tuple[int, ...] = ()
+    admission: str = "fcfs"
+    victim: str = "latest-arrival"
+    reservation: str = "optimistic"
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
+            _require_positive_int(name, getattr(self, name))
+        if self.sliding_window is not None:
+            _require_positive_int("sliding_window", self.sliding_window)
+        if self.batching not in ("continuous", "static"):
+            raise ConfigError("batching", self.batching, "use 'continuous' or 'static'")
+        if self.batching == "static" and self.depth != 1:
+            raise ConfigError("depth", self.depth, "static batching runs one step at a time: use 1")
+        for name in ("enable_prefix_caching", "enable_chunked_prefill"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, getattr(self, name), "use true or false")
+        if list(self.decode_buckets) != sorted(set(self.decode_buckets)) or any(b < 1 for b in self.decode_buckets):
+            raise ConfigError("decode_buckets", self.decode_buckets, "use increasing batch sizes of at least 1")
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Width of a block table: blocks that `max_model_len` tokens take."""
+        return -(-self.max_model_len // self.block_size)
+
+
+FIELD_NAMES = tuple(field.name for field in fields(EngineConfig))
+
+
+def _require_positive_int(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(name, value, "use a whole number of at least 1")

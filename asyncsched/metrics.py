@@ -1,0 +1,112 @@
+"""Serving metrics in the field's terms, from arrivals and deliveries. Knows no scheduler and no clock of its own.
+
+TTFT   first token after arrival, queueing included
+TPOT   (last token - first token) / (output tokens - 1), per request with at least two tokens
+ITL    time between two tokens of a request, per token
+E2EL   last token after arrival
+
+Only requests that ended by a stop or by length count towards TTFT, TPOT and E2EL. Tokens that a request delivered
+before it was aborted count as output tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncsched.plan import StepOutput
+from asyncsched.request import FinishReason
+
+PERCENTILES = (50, 90, 95, 99)
+NOT_YET = -1
+
+
+class ServingMetrics:
+    """Per-request times, by request index, in nanoseconds."""
+
+    def __init__(self) -> None:
+        self.arrival_ns = np.zeros(0, dtype=np.int64)
+        self.first_ns = np.zeros(0, dtype=np.int64)
+        self.last_ns = np.zeros(0, dtype=np.int64)
+        self.num_tokens = np.zeros(0, dtype=np.int64)
+        self.completed = np.zeros(0, dtype=np.bool_)
+        self.ended = dict.fromkeys(FinishReason, 0)
+        self.output_tokens = 0
+        self.overshoot_tokens = 0
+        self.num_requests = 0
+        self._gaps: list[NDArray[np.int64]] = []
+        self._gap_counts: list[NDArray[np.int64]] = []
+
+    def arrived(self, index: int, now_ns: int) -> None:
+        """A request was submitted; indices count up from 0."""
+        while index >= len(self.arrival_ns):
+            self._grow()
+        self.arrival_ns[index] = now_ns
+        self.num_requests = max(self.num_requests, index + 1)
+
+    def delivered(self, output: StepOutput, now_ns: int) -> None:
+        """Tokens and notices reached their users."""
+        requests = output.requests
+        self.overshoot_tokens += output.overshoot
+        if len(requests):
+            self.output_tokens += len(requests)
+            self._record_gaps(requests, now_ns)
+            first = requests[self.first_ns[requests] == NOT_YET]
+            self.first_ns[first] = now_ns
+            self.last_ns[requests] = now_ns
+            np.add.at(self.num_tokens, requests, 1)
+        for notice in output.finished:
+            self.ended[notice.reason] += 1
+            self.completed[notice.number] = notice.reason in (FinishReason.LENGTH, FinishReason.STOP)
+
+    def summary(self) -> dict[str, dict[str, float] | None]:
+        """ttft_ms, tpot_ms, itl_ms, e2el_ms: mean and percentiles in milliseconds; None where there are none."""
+        done = np.flatnonzero(self.completed & (self.num_tokens > 0))
+        many = done[self.num_tokens[done] > 1]
+        return {
+            "ttft_ms": _describe(self.first_ns[done] - self.arrival_ns[done]),
+            "tpot_ms": _describe((self.last_ns[many] - self.first_ns[many]) / (self.num_tokens[many] - 1)),
+            "itl_ms": _describe(self.gaps()),
+            "e2el_ms": _describe(self.last_ns[done] - self.arrival_ns[done]),
+        }
+
+    def gaps(self) -> NDArray[np.int64]:
+        """Every inter-token latency, in nanoseconds, in order of delivery."""
+        if not self._gaps:
+            return np.zeros(0, dtype=np.int64)
+        return np.repeat(np.concatenate(self._gaps), np.concatenate(self._gap_counts))
+
+    def _record_gaps(self, requests: NDArray[np.int64], now_ns: int) -> None:
+        """Requests that got their last token together have equal gaps, so a step needs few numbers."""
+        before = self.last_ns[requests]
+        gaps = now_ns - before[before != NOT_YET]
+        repeats = np.count_nonzero(requests[1:] == requests[:-1])
+        if repeats:  # tokens held back for a stop string arrive together: no time passes between them
+            again = np.concatenate(([False], requests[1:] == requests[:-1]))
+            gaps = np.concatenate((now_ns - before[(before != NOT_YET) & ~again], np.zeros(repeats, dtype=np.int64)))
+        if not len(gaps):
+            return
+        if np.count_nonzero(gaps == gaps[0]) == len(gaps):
+            values, counts = gaps[:1], np.array([len(gaps)])
+        else:
+            values, counts = np.unique(gaps, return_counts=True)
+        self._gaps.append(values)
+        self._gap_counts.append(counts)
+
+    def _grow(self) -> None:
+        """Doubles the room."""
+        more = max(len(self.arrival_ns), 64)
+        self.arrival_ns = np.concatenate((self.arrival_ns, np.zeros(more, dtype=np.int64)))
+        self.first_ns = np.concatenate((self.first_ns, np.full(more, NOT_YET)))
+        self.last_ns = np.concatenate((self.last_ns, np.full(more, NOT_YET)))
+        self.num_tokens = np.concatenate((self.num_tokens, np.zeros(more, dtype=np.int64)))
+        self.completed = np.concatenate((self.completed, np.zeros(more, dtype=np.bool_)))
+
+
+def _describe(nanoseconds: NDArray[np.int64] | NDArray[np.float64]) -> dict[str, float] | None:
+    if not len(nanoseconds):
+        return None
+    milliseconds = np.asarray(nanoseconds, dtype=np.float64) / 1e6
+    values = np.percentile(milliseconds, PERCENTILES)
+    named = {f"p{p}": float(v) for p, v in zip(PERCENTILES, values, strict=True)}
+    return {"mean": float(milliseconds.mean()), **named}

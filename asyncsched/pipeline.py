@@ -1,0 +1,168 @@
+"""The loop, written once: keep up to `depth` steps in flight, collect the oldest, commit it, plan the next.
+
+A generator that yields what it wants done and is sent the result. It does no I/O and knows no clock: one driver gives
+it a GPU, another virtual time, another a hundred engines at once. With depth 1 it is synchronous batching, with
+depth 2 the asynchronous batching in which step N+1 is planned and launched while step N computes.
+
+Host work is done inside the generator and reported with `Host` when it is done: a real driver has timed it by then,
+a simulated one lets that much virtual time pass. Planning that finds nothing to do is not reported.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from asyncsched.plan import StepOutput, StepPlan
+from asyncsched.program import StepProgram, build_program
+from asyncsched.request import Finished, SamplingParams, StopMatcher, TokenArray
+from asyncsched.scheduler import Scheduler
+
+
+class Submit(NamedTuple):
+    request_id: str
+    prompt: TokenArray
+    params: SamplingParams
+    priority: int = 0
+    matcher: StopMatcher | None = None
+
+
+class Abort(NamedTuple):
+    request_id: str
+
+
+class Pause(NamedTuple):
+    """`clear` also evicts everybody and forgets cached prefixes."""
+
+    clear: bool = False
+
+
+class Resume(NamedTuple):
+    pass
+
+
+Command = Submit | Abort | Pause | Resume
+
+
+class Inbox:
+    """Commands for an engine; the pipeline takes them before a plan. `close` says that no more will come."""
+
+    def __init__(self) -> None:
+        self._commands: deque[Command] = deque()
+        self.closed = False
+
+    def put(self, command: Command) -> None:
+        if self.closed:
+            raise ValueError("the inbox is closed")
+        self._commands.append(command)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def take(self) -> Command | None:
+        return self._commands.popleft() if self._commands else None
+
+    def __len__(self) -> int:
+        return len(self._commands)
+
+
+class Host(NamedTuple):
+    """Host work of this kind (plan, commit) was done for `plan`."""
+
+    kind: str
+    plan: StepPlan
+
+
+class Launch(NamedTuple):
+    """Run the program up to its `synchronize`, without blocking. Send back a ticket."""
+
+    program: StepProgram
+
+
+class Collect(NamedTuple):
+    """Block until the step is done. Send back its tokens, int32[m], copied out of the slot; or a StepFailure."""
+
+    ticket: object
+    plan: StepPlan
+
+
+class Deliver(NamedTuple):
+    """Hand tokens and notices to their users now."""
+
+    output: StepOutput
+
+
+class Idle(NamedTuple):
+    """Nothing can run until a command arrives or the inbox is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailure:
+    """Why a step has no tokens."""
+
+    cause: str
+
+
+Effect = Host | Launch | Collect | Deliver | Idle
+Pipeline = Generator[Effect, object, None]
+
+
+def pipeline(scheduler: Scheduler, inbox: Inbox) -> Pipeline:
+    """Runs until the inbox is closed and everything submitted has ended."""
+    depth = scheduler.config.depth
+    in_flight: deque[tuple[StepPlan, object]] = deque()
+    slot = 0
+    while True:
+        notices = _apply(scheduler, inbox)
+        if notices:
+            yield Deliver(notices)
+        plan = scheduler.plan(slot) if len(in_flight) < depth else None
+        if plan is not None:
+            yield Host("plan", plan)
+            ticket = yield Launch(build_program(plan))
+            in_flight.append((plan, ticket))
+            slot = (slot + 1) % depth
+            if len(in_flight) < depth:
+                continue
+        if in_flight:
+            plan, ticket = in_flight.popleft()
+            result = yield Collect(ticket, plan)
+            output = _settle(scheduler, plan, result)
+            yield Host("commit", plan)
+            yield Deliver(output)
+        elif inbox.closed and not len(inbox) and not scheduler.has_requests:
+            return
+        else:
+            yield Idle()
+
+
+def _settle(scheduler: Scheduler, plan: StepPlan, result: object) -> StepOutput:
+    if isinstance(result, StepFailure):
+        return scheduler.fail(plan, result.cause)
+    tokens: TokenArray = result  # type: ignore[assignment]  # Collect's contract
+    return scheduler.commit(plan, tokens)
+
+
+def _apply(scheduler: Scheduler, inbox: Inbox) -> StepOutput | None:
+    """Takes every waiting command; returns the notices they caused."""
+    notices: list[Finished] = []
+    while (command := inbox.take()) is not None:
+        notice = _apply_one(scheduler, command)
+        if notice is not None:
+            notices.append(notice)
+    return StepOutput.of_notices(tuple(notices)) if notices else None
+
+
+def _apply_one(scheduler: Scheduler, command: Command) -> Finished | None:
+    match command:
+        case Submit(request_id, prompt, params, priority, matcher):
+            return scheduler.submit(request_id, prompt, params, priority=priority, matcher=matcher)
+        case Abort(request_id):
+            return scheduler.abort(request_id)
+        case Pause(clear):
+            scheduler.pause(clear=clear)
+        case Resume():
+            scheduler.resume()
+    return None

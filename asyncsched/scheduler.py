@@ -1,0 +1,672 @@
+"""The scheduler: who runs in the next step, on which KV blocks, and what a collected step means.
+
+Rules of this file, and of nothing else:
+
+* It knows no time, does no I/O and holds no device object. Arrivals, aborts and pauses enter before the next plan.
+* `plan` and `commit` alternate in any pattern as long as at most `depth` plans are uncommitted and plans are
+  committed in order. Each plan is all or nothing per request.
+* Settled quantities (known, computed) change in `commit`, optimistic ones (planned) in `plan`. See rows.py.
+* A block is given up at once, at finish, abort or eviction: whoever writes to it next is ordered behind its last use,
+  on the compute lane. A row is given up when the last step that names it is collected.
+* A prefix becomes shareable when the step that computed it is committed.
+* An evicted request keeps its row until its late token is in; only then can it be admitted again.
+
+The decode path costs a fixed number of array operations per step, however many requests there are. Python loops run
+over what changed: admissions, prefill chunks, evictions, finishes, block boundaries.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from asyncsched.config import EngineConfig
+from asyncsched.kv import NULL_BLOCK, BlockPool, block_hash
+from asyncsched.plan import NO_SOURCE, IndexArray, StepOutput, StepPlan
+from asyncsched.policies import Key, load_admission, load_reservation, load_victim
+from asyncsched.request import (
+    NO_TOKENS,
+    Finished,
+    FinishReason,
+    Request,
+    RequestView,
+    SamplingParams,
+    Status,
+    StopMatcher,
+    TokenArray,
+)
+from asyncsched.rows import NEVER, NO_TOKEN, Rows
+
+NO_ROWS: IndexArray = np.zeros(0, dtype=np.int64)
+
+
+class Counts(NamedTuple):
+    """Where all submitted requests are. Failed requests count as finished."""
+
+    submitted: int
+    rejected: int
+    waiting: int
+    running: int
+    finished: int
+    aborted: int
+
+
+class Chunk(NamedTuple):
+    """A prefill: positions start..end-1 of one row."""
+
+    row: int
+    start: int
+    end: int
+
+
+class Scheduler:
+    """Plans steps over `config.num_blocks` KV blocks and `config.max_num_seqs` seats.
+
+    `log`, when given, receives one line per decision: equal inputs give equal lines, whatever executes the plans.
+    """
+
+    def __init__(self, config: EngineConfig, *, log: list[str] | None = None) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks)
+        self.rows = Rows(config)
+        self.plans = 0  # calls of plan, the clock that arrivals and aborts are recorded by
+        self.preemptions = 0
+        self._admission = load_admission(config.admission)
+        self._victim = load_victim(config.victim)
+        self._reservation = load_reservation(config.reservation)
+        self._log = log
+        self._active: dict[str, Request] = {}
+        self._owner: list[Request | None] = [None] * self.rows.capacity
+        self._waiting: list[tuple[Key, int, Request]] = []
+        self._seated: dict[int, Request] = {}  # by row, in order of admission
+        self._decode = NO_ROWS  # seated rows whose next query is one token, in order of admission
+        self._prefilling: list[Request] = []
+        self._finishing: dict[int, Request] = {}  # without a seat: every step they may have is planned
+        self._draining: list[Request] = []  # gave up their blocks while a step names their row
+        self._reserved = np.zeros(self.rows.capacity, dtype=np.int64)  # blocks promised at admission
+        self._paused = False
+        self._static_quota = 0
+        self._next_step = 0
+        self._shareable_from = 0  # steps before this one wrote KV that no later request may share
+        self._settled = NEVER  # the newest committed step
+        self._totals = dict.fromkeys(Status, 0)
+        self._num_submitted = 0
+        self._arange = np.arange(max(config.max_num_seqs, 1), dtype=np.int64)
+        self._slot_base = [slot * config.max_num_seqs + self._arange for slot in range(config.depth)]
+
+    # ---- what enters before a plan ---------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: TokenArray,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        matcher: StopMatcher | None = None,
+    ) -> Finished | None:
+        """Queues a request. Returns the notice of rejection, with the numbers, when it can never run."""
+        number = self._num_submitted
+        self._num_submitted += 1
+        problem = self._why_never(request_id, len(prompt), params)
+        if problem:
+            self._totals[Status.REJECTED] += 1
+            self._note("reject {} {}", request_id, problem)
+            return Finished(request_id, number, FinishReason.REJECTED, NO_TOKENS, problem)
+        request = Request(
+            request_id, number, params, priority, prompt, len(prompt), len(prompt) + params.max_tokens, matcher
+        )
+        self._active[request_id] = request
+        self._totals[Status.WAITING] += 1
+        self._enqueue(request)
+        self._note("submit {}", request_id)
+        return None
+
+    def abort(self, request_id: str) -> Finished | None:
+        """Ends a request from any state; nothing of it is delivered afterwards. None when there is nothing to end."""
+        request = self._active.get(request_id)
+        if request is None:
+            return None
+        self._note("abort {}", request_id)
+        return self._end(request, FinishReason.ABORT)
+
+    def pause(self, *, clear: bool = False) -> None:
+        """No step is planned until `resume`. `clear` evicts everybody and forgets prefixes (for new weights)."""
+        self._note("pause clear={}", clear)
+        self._paused = True
+        if clear:
+            for request in list(self._seated.values()):
+                self._evict(request)
+            self.pool.forget_prefixes()
+            self._shareable_from = self._next_step
+
+    def resume(self) -> None:
+        self._note("resume")
+        self._paused = False
+
+    # ---- the loop: plan, then commit or fail -----------------------------------------------------------------------
+
+    def plan(self, slot: int) -> StepPlan | None:
+        """Decides the next step, to run in I/O slot `slot`; None when nothing can run before something is collected."""
+        self.plans += 1
+        if self._paused:
+            return None
+        preemptions = self.preemptions
+        rows, starts = self._plan_decodes()
+        chunks: list[Chunk] = []
+        if self._prefilling or self._waiting:
+            chunks = self._plan_prefills(rows, preemptions)
+        if not len(rows) and not chunks:
+            return None
+        return self._seal(slot, rows, starts, chunks)
+
+    def commit(self, plan: StepPlan, tokens: TokenArray) -> StepOutput:
+        """Takes the tokens of the oldest uncommitted plan, int32[len(plan.sampled)], and settles what they mean."""
+        self._settled = plan.step
+        r = self.rows
+        r.computed[plan.rows] = plan.ends
+        rows, ends = plan.sampled, plan.sampled_ends
+        overshoot = 0
+        live = r.live[rows]
+        if np.count_nonzero(live) != len(rows):
+            overshoot = int(np.count_nonzero(r.stopped[rows]))
+            rows, ends, tokens = rows[live], ends[live], tokens[live]
+        r.tokens[rows, ends] = tokens
+        r.known[rows] = ends + 1
+        if self.config.enable_prefix_caching:
+            self._register_prefixes(plan)
+        requests = r.request[rows]
+        ended = (tokens == r.stop_token[rows]) | (ends >= r.last_end[rows])
+        finished: tuple[Finished, ...] = ()
+        if np.count_nonzero(r.scrutinise[rows]):
+            requests, tokens, finished = self._commit_one_by_one(rows, ends, tokens)
+        elif np.count_nonzero(ended):
+            finished = tuple(
+                self._end_of(row, end) for row, end in zip(rows[ended].tolist(), ends[ended].tolist(), strict=True)
+            )
+        if self.config.sliding_window is not None:
+            self._free_outside_window(plan)
+        self._release_drained()
+        return StepOutput(plan.step, requests, tokens, finished, overshoot)
+
+    def fail(self, plan: StepPlan, cause: str) -> StepOutput:
+        """The oldest uncommitted plan failed: its requests end with the cause, and so do their rows in later steps."""
+        self._settled = plan.step
+        owners = [self._owner[row] for row in plan.rows[self.rows.live[plan.rows]].tolist()]
+        finished = tuple(self._end(request, FinishReason.ERROR, cause) for request in owners if request is not None)
+        self._release_drained()
+        return StepOutput.of_notices(finished, plan.step)
+
+    # ---- questions -------------------------------------------------------------------------------------------------
+
+    @property
+    def counts(self) -> Counts:
+        t = self._totals
+        return Counts(
+            self._num_submitted,
+            t[Status.REJECTED],
+            t[Status.WAITING],
+            t[Status.RUNNING],
+            t[Status.FINISHED],
+            t[Status.ABORTED],
+        )
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._active)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_seated(self) -> int:
+        return len(self._seated)
+
+    # ---- planning --------------------------------------------------------------------------------------------------
+
+    def _plan_decodes(self) -> tuple[IndexArray, IndexArray]:
+        """Every decoding row the budget allows, each with a block for its next position.
+
+        Evicts until the rest have their blocks. Rows nobody can make room for sit this step out.
+        """
+        r = self.rows
+        while True:
+            rows = self._decode[: self.config.max_num_batched_tokens]
+            starts = r.planned[rows]
+            lacks = r.num_blocks[rows] * r.block_size <= starts
+            lacking = np.count_nonzero(lacks)
+            if not lacking:
+                return rows, starts
+            if lacking <= self.pool.available:
+                break
+            victim = self._choose_victim(set()) if len(self._seated) > 1 else None
+            if victim is None:
+                has_block = ~lacks | (np.cumsum(lacks) <= self.pool.available)
+                rows, starts, lacks = rows[has_block], starts[has_block], lacks[has_block]
+                break
+            self._evict(victim)
+        growing = rows[lacks]
+        if len(growing):
+            r.write_table(growing, r.num_blocks[growing], self.pool.allocate(len(growing)))
+            r.num_blocks[growing] += 1
+        return rows, starts
+
+    def _plan_prefills(self, decodes: IndexArray, preemptions: int) -> list[Chunk]:
+        """Chunks for rows that still prefill, then for new admissions, within what the decodes left of the budget."""
+        budget = self.config.max_num_batched_tokens - len(decodes)
+        chunks: list[Chunk] = []
+        for request in list(self._prefilling):
+            if budget <= 0:
+                return chunks
+            if request.status is Status.RUNNING:  # it may have been evicted for one before it
+                chunk = self._continue_prefill(request, budget, decodes, chunks)
+                if chunk is not None:
+                    chunks.append(chunk)
+                    budget -= chunk.end - chunk.start
+        if self.preemptions > preemptions:  # whoever was just evicted must not come straight back
+            return chunks
+        self._open_static_batch()
+        while self._waiting and budget > 0:
+            chunk = self._admit(self._waiting[0][2], budget)
+            if chunk is None:
+                break
+            chunks.append(chunk)
+            budget -= chunk.end - chunk.start
+        return chunks
+
+    def _continue_prefill(
+        self, request: Request, budget: int, decodes: IndexArray, chunks: list[Chunk]
+    ) -> Chunk | None:
+        r, row = self.rows, request.row
+        start = int(r.planned[row])
+        end = min(int(r.known[row]), start + budget)
+        if r.missing_blocks(row, end) > self.pool.available:
+            taken = {row, *decodes.tolist(), *(chunk.row for chunk in chunks)}
+            while r.missing_blocks(row, end) > self.pool.available:
+                victim = self._choose_victim(taken)
+                if victim is None:
+                    break
+                self._evict(victim)
+        return self._allocate_chunk(row, start, end)
+
+    def _allocate_chunk(self, row: int, start: int, end: int) -> Chunk | None:
+        """As much of the chunk as there are blocks for; None when that is nothing."""
+        r = self.rows
+        end = min(end, (int(r.num_blocks[row]) + self.pool.available) * r.block_size)
+        if end <= start:
+            return None
+        r.append_blocks(row, self.pool.allocate(r.missing_blocks(row, end)))
+        return Chunk(row, start, end)
+
+    def _open_static_batch(self) -> None:
+        if self.config.batching == "static" and not self._seated and not self._finishing:
+            self._static_quota = min(self.config.max_num_seqs, len(self._waiting))
+
+    def _admit(self, request: Request, budget: int) -> Chunk | None:
+        """Seats the head of the queue with its first chunk, or leaves everything as it was."""
+        if request.row >= 0:  # evicted, and its late token is not in yet
+            return None
+        if len(self._seated) >= self.config.max_num_seqs or not self.rows.num_free:
+            return None
+        if self.config.batching == "static" and self._static_quota == 0:
+            return None
+        known = len(request.tokens)
+        shared = self._match_prefix(request)
+        start = len(shared) * self.config.block_size
+        if not self.config.enable_chunked_prefill and known - start > budget:
+            return None
+        promised = max(self._promised_blocks(request), len(shared) + 1)
+        needed = promised - len(shared) + self.pool.num_unowned(shared)
+        if needed + self._outstanding_promises() > self.pool.available:
+            return None
+        del self._waiting[0]
+        self.pool.share(shared)
+        row = self._seat(request, shared, start)
+        self._reserved[row] = promised
+        chunk = self._allocate_chunk(row, start, min(known, start + budget))
+        self._static_quota -= 1
+        self._note("admit {} cached={}", request.request_id, start)
+        return chunk
+
+    def _seat(self, request: Request, shared: list[int], start: int) -> int:
+        r = self.rows
+        row = r.take()
+        known = len(request.tokens)
+        params = request.params
+        r.tokens[row, :known] = request.tokens
+        r.known[row] = known
+        r.computed[row] = r.planned[row] = start
+        r.last_step[row] = r.sampled_at[row] = NEVER
+        r.request[row] = request.number
+        r.last_end[row] = request.max_total_tokens - 1
+        r.stop_token[row] = params.stop_token_ids[0] if params.stop_token_ids else NO_TOKEN
+        r.scrutinise[row] = bool(params.min_tokens or len(params.stop_token_ids) > 1 or request.matcher)
+        r.live[row], r.stopped[row] = True, False
+        r.num_blocks[row] = r.freed[row] = 0
+        r.append_blocks(row, shared)
+        request.row = row
+        self._owner[row] = request
+        self._seated[row] = request
+        self._prefilling.append(request)
+        self._set_status(request, Status.RUNNING)
+        return row
+
+    def _seal(self, slot: int, rows: IndexArray, starts: IndexArray, chunks: list[Chunk]) -> StepPlan:
+        """Makes the plan final: arrays, carry-over mask, optimistic state, and who decodes next time."""
+        r = self.rows
+        step = self._next_step
+        self._next_step += 1
+        num_decodes = len(rows)
+        carry = np.where(r.sampled_at[rows] > self._settled, r.source[rows], NO_SOURCE)
+        ends = starts + 1
+        sampled, sampled_ends = rows, ends
+        num_tokens = num_decodes
+        if chunks:
+            added = np.array(chunks, dtype=np.int64)
+            completed = added[added[:, 2] == r.known[added[:, 0]]]
+            num_tokens += int((added[:, 2] - added[:, 1]).sum())
+            rows = np.concatenate((rows, added[:, 0]))
+            starts = np.concatenate((starts, added[:, 1]))
+            ends = np.concatenate((ends, added[:, 2]))
+            sampled = np.concatenate((sampled, completed[:, 0]))
+            sampled_ends = np.concatenate((sampled_ends, completed[:, 2]))
+            if len(completed):
+                self._decode = np.concatenate((self._decode, completed[:, 0]))
+        r.planned[rows] = ends
+        r.last_step[rows] = step
+        r.sampled_at[sampled] = step
+        r.source[sampled] = self._slot_base[slot][: len(sampled)]
+        if chunks:
+            self._prefilling = [q for q in self._prefilling if r.planned[q.row] < r.known[q.row]]
+        at_limit = sampled_ends >= r.last_end[sampled]
+        if np.count_nonzero(at_limit):
+            for row in sampled[at_limit].tolist():
+                self._finishing[row] = self._seated.pop(row)
+            self._decode = self._decode[r.planned[self._decode] < r.last_end[self._decode]]
+        plan = StepPlan(
+            step,
+            slot,
+            rows,
+            r.request[rows],
+            starts,
+            ends,
+            num_decodes,
+            carry,
+            sampled,
+            sampled_ends,
+            num_tokens,
+            0 if chunks else self._bucket(num_decodes),
+        )
+        if self._log is not None:
+            self._log.append(describe(plan))
+        return plan
+
+    def _bucket(self, num_decodes: int) -> int:
+        buckets = self.config.decode_buckets
+        position = bisect_left(buckets, num_decodes)
+        return buckets[position] if position < len(buckets) else 0
+
+    # ---- eviction and reservations ---------------------------------------------------------------------------------
+
+    def _choose_victim(self, taken: set[int]) -> Request | None:
+        """The seated request the policy gives up first, among those not in the plan that would free a block now.
+
+        Where every block is shared nobody frees one alone. Then the answer is to wait for what is in flight, and if
+        nothing is, to evict in the policy's order until the last owner of some block is gone.
+        """
+        candidates = [request for row, request in self._seated.items() if row not in taken]
+        freeing = [request for request in candidates if self.pool.num_sole(self.rows.blocks_of(request.row))]
+        if not freeing and self._settled < self._next_step - 1:
+            return None
+        return max(
+            freeing or [request for request in candidates if self.rows.num_blocks[request.row]],
+            key=lambda request: (self._victim.victim_key(self._view(request)), request.number),
+            default=None,
+        )
+
+    def _evict(self, request: Request) -> None:
+        """Takes seat and blocks; the request waits again, and starts over from the tokens it has by then."""
+        row = request.row
+        self.preemptions += 1
+        request.num_preemptions += 1
+        self._note("evict {}", request.request_id)
+        self._give_up_blocks(row)
+        self._leave(request)
+        self._set_status(request, Status.WAITING)
+        self._enqueue(request)
+        if self.rows.last_step[row] > self._settled:
+            self._draining.append(request)
+        else:
+            self._unseat(request)
+
+    def _promised_blocks(self, request: Request) -> int:
+        """Blocks the reservation policy wants for an admission, never more than the request can use or the pool has."""
+        tokens = self._reservation.reserved_tokens(self._view(request))
+        if not self.config.enable_chunked_prefill:
+            tokens = max(tokens, len(request.tokens))
+        return min(self._footprint(tokens), self.config.num_blocks)
+
+    def _outstanding_promises(self) -> int:
+        """Blocks promised to seated requests that they do not hold yet."""
+        if not self._seated:
+            return 0
+        rows = np.fromiter(self._seated, dtype=np.int64, count=len(self._seated))
+        held = self.rows.num_blocks[rows] - self.rows.freed[rows]
+        return int(np.maximum(self._reserved[rows] - held, 0).sum())
+
+    def _footprint(self, tokens: int) -> int:
+        """Blocks that `tokens` positions take at one time; a sliding window bounds it by the window and one chunk."""
+        blocks = -(-tokens // self.config.block_size)
+        window = self.config.sliding_window
+        if window is None:
+            return blocks
+        chunk = min(tokens, self.config.max_num_batched_tokens)
+        return min(blocks, -(-(window - 1 + chunk) // self.config.block_size) + 1)
+
+    def _why_never(self, request_id: str, prompt: int, params: SamplingParams) -> str:
+        """Why a request can never run, with the numbers; empty when it can."""
+        config = self.config
+        total = prompt + params.max_tokens
+        if request_id in self._active:
+            return f"request_id {request_id!r} is in use"
+        if prompt == 0:
+            return "the prompt is empty; at least 1 token is needed"
+        sizes = f"prompt {prompt} + max_tokens {params.max_tokens} = {total} tokens"
+        if total > config.max_model_len:
+            return f"{sizes}, over max_model_len {config.max_model_len}"
+        blocks = -(-(total - 1) // config.block_size)  # the last token's KV is never written
+        if config.sliding_window is not None:
+            blocks = min(blocks, -(-(config.sliding_window - 1) // config.block_size) + 1)
+        if blocks > config.num_blocks:
+            return f"{sizes}: {blocks} KV blocks of {config.block_size}, over num_blocks {config.num_blocks}"
+        if not config.enable_chunked_prefill and total - 1 > config.max_num_batched_tokens:
+            return f"{sizes}, over max_num_batched_tokens {config.max_num_batched_tokens} with chunked prefill off"
+        return ""
+
+    # ---- settling --------------------------------------------------------------------------------------------------
+
+    def _commit_one_by_one(
+        self, rows: IndexArray, ends: IndexArray, tokens: TokenArray
+    ) -> tuple[IndexArray, TokenArray, tuple[Finished, ...]]:
+        """Commit for steps with stops that need more than one comparison; holds back what may become a stop string."""
+        requests: list[int] = []
+        delivered: list[int] = []
+        finished: list[Finished] = []
+        for row, end, token in zip(rows.tolist(), ends.tolist(), tokens.tolist(), strict=True):
+            request = self._owner[row]
+            assert request is not None  # the row is live
+            at_limit = end >= int(self.rows.last_end[row])
+            stopped, held = self._scrutinise(request, end, token)
+            first = request.num_prompt_tokens + request.num_released
+            last = end + 1 - (0 if stopped or at_limit else held)
+            delivered += self.rows.tokens[row, first:last].tolist()
+            requests += [request.number] * (last - first)
+            request.num_released += last - first
+            if stopped or at_limit:
+                finished.append(self._end(request, FinishReason.STOP if stopped else FinishReason.LENGTH))
+        return np.array(requests, dtype=np.int64), np.array(delivered, dtype=np.int32), tuple(finished)
+
+    def _scrutinise(self, request: Request, end: int, token: int) -> tuple[bool, int]:
+        """Whether a content stop ends the request at position `end`, and how many tokens to hold back if not."""
+        match = request.matcher.feed(token) if request.matcher else None
+        outputs = end + 1 - request.num_prompt_tokens
+        if outputs < request.params.min_tokens:
+            return False, match.held if match else 0
+        if token in request.params.stop_token_ids:
+            return True, 0
+        return (match.stopped, match.held) if match else (False, 0)
+
+    def _end_of(self, row: int, end: int) -> Finished:
+        """Ends a request whose stops one comparison decides: the last token the limit allows, or the stop token."""
+        request = self._owner[row]
+        assert request is not None  # the row is live
+        is_stop = int(self.rows.tokens[row, end]) == int(self.rows.stop_token[row])
+        return self._end(request, FinishReason.STOP if is_stop else FinishReason.LENGTH)
+
+    def _end(self, request: Request, reason: FinishReason, message: str = "") -> Finished:
+        """Ends an active request from any state and gives up what it owns, its row once no step names it."""
+        row = request.row
+        status = Status.ABORTED if reason is FinishReason.ABORT else Status.FINISHED
+        if request.status is Status.WAITING:
+            self._waiting = [entry for entry in self._waiting if entry[2] is not request]
+        outputs = request.tokens[request.num_prompt_tokens :]
+        if row >= 0:
+            outputs = self.rows.tokens[row, request.num_prompt_tokens : self.rows.known[row]].copy()
+            self._give_up_blocks(row)
+            self._leave(request)
+            self.rows.live[row] = False
+            self.rows.stopped[row] = reason is FinishReason.STOP
+            if request not in self._draining:
+                if self.rows.last_step[row] > self._settled:
+                    self._draining.append(request)
+                else:
+                    self._unseat(request)
+        self._set_status(request, status)
+        del self._active[request.request_id]
+        self._note("end {} {}", request.request_id, reason.value)
+        return Finished(request.request_id, request.number, reason, outputs, message)
+
+    def _leave(self, request: Request) -> None:
+        """Takes a request out of the running batch."""
+        row = request.row
+        if self._seated.pop(row, None) is None:
+            self._finishing.pop(row, None)
+            return
+        if request in self._prefilling:
+            self._prefilling.remove(request)
+        else:
+            self._decode = self._decode[self._decode != row]
+
+    def _give_up_blocks(self, row: int) -> None:
+        self.pool.release(self.rows.blocks_of(row))
+        self.rows.num_blocks[row] = self.rows.freed[row] = 0
+
+    def _release_drained(self) -> None:
+        if self._draining:
+            drained = [q for q in self._draining if self.rows.last_step[q.row] <= self._settled]
+            if drained:
+                self._draining = [q for q in self._draining if q not in drained]
+                for request in drained:
+                    self._unseat(request)
+
+    def _unseat(self, request: Request) -> None:
+        """Gives the row back; what it knew goes with the request, in case it is admitted again."""
+        row = request.row
+        request.tokens = self.rows.tokens[row, : self.rows.known[row]].copy()
+        self.rows.live[row] = False
+        self.rows.give_back(row)
+        self._owner[row] = None
+        request.row = -1
+
+    def _free_outside_window(self, plan: StepPlan) -> None:
+        """Frees blocks no query can see any more, by what is settled: steps in flight still read behind `planned`."""
+        window = self.config.sliding_window
+        assert window is not None
+        r = self.rows
+        rows = plan.rows[r.num_blocks[plan.rows] > 0]
+        visible = np.maximum(r.computed[rows] - window + 1, 0) // r.block_size
+        moved = visible > r.freed[rows]
+        for row, first in zip(rows[moved].tolist(), visible[moved].tolist(), strict=True):
+            columns = np.arange(int(r.freed[row]), first)
+            self.pool.release(r.table[row, columns].tolist())
+            r.write_table(np.full(len(columns), row), columns, [NULL_BLOCK] * len(columns))
+            r.freed[row] = first
+
+    # ---- prefixes --------------------------------------------------------------------------------------------------
+
+    def _match_prefix(self, request: Request) -> list[int]:
+        """Committed blocks that hold the start of the request, at least one token short of all of it."""
+        if not self.config.enable_prefix_caching:
+            return []
+        usable = min((len(request.tokens) - 1) // self.config.block_size, self.config.num_blocks - 1)
+        return self.pool.match(self._hashes(request, request.tokens, usable)[:usable])
+
+    def _register_prefixes(self, plan: StepPlan) -> None:
+        """Makes the blocks this step filled shareable; rows that gave up their blocks have none to share."""
+        if plan.step < self._shareable_from:
+            return
+        r = self.rows
+        size = r.block_size
+        before, after = plan.starts // size, plan.ends // size
+        for position in np.flatnonzero((after > before) & (r.num_blocks[plan.rows] > 0)).tolist():
+            row = int(plan.rows[position])
+            request = self._owner[row]
+            assert request is not None  # it holds blocks
+            last = int(after[position])
+            hashes = self._hashes(request, r.tokens[row], last)
+            for column in range(max(int(before[position]), int(r.freed[row])), last):
+                self.pool.register(int(r.table[row, column]), hashes[column])
+
+    def _hashes(self, request: Request, tokens: TokenArray, count: int) -> list[bytes]:
+        """Chained hashes of at least the first `count` blocks of a request."""
+        if request.hashes is None:
+            request.hashes = []
+        hashes = request.hashes
+        size = self.config.block_size
+        for block in range(len(hashes), count):
+            hashes.append(block_hash(hashes[-1] if hashes else b"", tokens[block * size : (block + 1) * size]))
+        return hashes
+
+    # ---- small things ----------------------------------------------------------------------------------------------
+
+    def _enqueue(self, request: Request) -> None:
+        insort(self._waiting, (self._admission.admission_key(self._view(request)), request.number, request))
+
+    def _view(self, request: Request) -> RequestView:
+        row = request.row
+        return RequestView(
+            request.request_id,
+            request.number,
+            request.priority,
+            request.num_prompt_tokens,
+            int(self.rows.known[row]) if row >= 0 else len(request.tokens),
+            request.params.max_tokens,
+            int(self.rows.num_blocks[row]) if row >= 0 else 0,
+        )
+
+    def _set_status(self, request: Request, status: Status) -> None:
+        self._totals[request.status] -= 1
+        self._totals[status] += 1
+        request.status = status
+
+    def _note(self, line: str, *values: object) -> None:
+        if self._log is not None:
+            self._log.append(f"before plan {self.plans}: " + line.format(*values))
+
+
+def describe(plan: StepPlan) -> str:
+    """A plan as one line of the decision log: equal decisions, equal lines."""
+    parts: Iterable[str] = (
+        f"{request}[{start}:{end}]"
+        for request, start, end in zip(plan.requests.tolist(), plan.starts.tolist(), plan.ends.tolist(), strict=True)
+    )
+    carry = ",".join(str(source) for source in plan.carry.tolist())
+    return f"step {plan.step} slot {plan.slot} bucket {plan.bucket}: {' '.join(parts)} carry {carry}"

@@ -1,0 +1,145 @@
+"""One scenario, simulated: build the engine, let the workload arrive, report what happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import simpy
+
+from asyncsched.metrics import ServingMetrics
+from asyncsched.pipeline import Submit
+from asyncsched.request import FinishReason, SamplingParams, TokenArray
+from asyncsched.scheduler import Scheduler
+from asyncsched.timeline import LaneAccount, Timeline
+from sim.draws import Stream, generator
+from sim.engine import END, TEXT, SimEngine
+from sim.scenario import Scenario
+from sim.workload import Arrival
+
+Progress = Callable[[int, int], None]
+"""Called with output tokens delivered and output tokens in all."""
+
+VOCABULARY = 32_000  # of made-up prompts, which matter to the prefix cache only
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a simulated run gave. `wall_s` is this machine's time; everything else is virtual and repeatable."""
+
+    scenario: Scenario
+    metrics: ServingMetrics
+    account: LaneAccount
+    timeline: Timeline | None
+    log: list[str] | None
+    makespan_ns: int
+    steps: int
+    preemptions: int
+    kv_peak: int
+    rejections: tuple[str, ...]
+    wall_s: float
+
+    def summary(self) -> dict[str, Any]:
+        """The object that `--json` prints. Keys end in their unit; shares are of the makespan."""
+        makespan_s = self.makespan_ns / 1e9
+        busy, idle = self.account.busy, self.account.idle
+        ended = self.metrics.ended
+        return {
+            "mode": self.scenario.mode,
+            "depth": self.scenario.depth,
+            "makespan_s": makespan_s,
+            "steps": self.steps,
+            "gpu_active": busy["compute"] / self.makespan_ns if self.makespan_ns else 0.0,
+            "idle_s": {cause: ns / 1e9 for cause, ns in idle.items()},
+            "exposed_host_s": idle["host"] / 1e9,
+            "busy_s": {lane: ns / 1e9 for lane, ns in busy.items()},
+            "limiting_lane": self.account.limiting_lane,
+            "requests": self.metrics.num_requests,
+            "completed": ended[FinishReason.LENGTH] + ended[FinishReason.STOP],
+            "rejected": ended[FinishReason.REJECTED],
+            "rejections": list(self.rejections),
+            "output_tokens": self.metrics.output_tokens,
+            "output_throughput": self.metrics.output_tokens / makespan_s if makespan_s else 0.0,
+            **self.metrics.summary(),
+            "preemptions": self.preemptions,
+            "overshoot_tokens": self.metrics.overshoot_tokens,
+            "kv_peak": self.kv_peak / self.scenario.engine_config().num_blocks,
+            "wall_s": self.wall_s,
+            "seed": self.scenario.seed,
+            "scenario": self.scenario.to_dict(),
+        }
+
+
+def simulate(
+    scenario: Scenario, *, spans: bool = False, decisions: bool = False, progress: Progress | None = None
+) -> Result:
+    """Runs a scenario to its end. `spans` keeps a timeline, `decisions` the decision log. Raises ConfigError."""
+    started = time.perf_counter()
+    config = scenario.engine_config()
+    arrivals = scenario.workload_arrivals()
+    log: list[str] | None = [] if decisions else None
+    scheduler = Scheduler(config, log=log)
+    timeline = Timeline() if spans else None
+    last_positions = np.array([a.prompt_tokens + a.output_tokens - 1 for a in arrivals], dtype=np.int64)
+    env = simpy.Environment(initial_time=0)
+    engine = SimEngine(env, scheduler, scenario.costs(), last_positions, timeline=timeline)
+    env.process(_arrive(env, engine, arrivals, scenario))
+    run = env.process(engine.run())
+    if progress is None:
+        env.run(run)
+    else:
+        _run_with_progress(env, run, engine, sum(a.output_tokens for a in arrivals), progress)
+    return Result(
+        scenario,
+        engine.metrics,
+        engine.account,
+        timeline,
+        log,
+        int(env.now),
+        engine.steps,
+        scheduler.preemptions,
+        engine.kv_peak,
+        tuple(engine.rejections),
+        time.perf_counter() - started,
+    )
+
+
+def _arrive(
+    env: simpy.Environment, engine: SimEngine, arrivals: list[Arrival], scenario: Scenario
+) -> Generator[simpy.Event, Any, None]:
+    """Submits the workload, in order; request i is the i-th to arrive."""
+    caching = scenario.engine_config().enable_prefix_caching
+    stop = (END,) if scenario.workload.stop == "eos" else ()
+    for number, arrival in enumerate(arrivals):
+        if arrival.arrival_ns > env.now:
+            yield env.timeout(arrival.arrival_ns - env.now)
+        params = SamplingParams(max_tokens=arrival.max_tokens, stop_token_ids=stop)
+        prompt = _prompt(arrival.prompt_tokens, scenario.seed, number, caching)
+        engine.metrics.arrived(number, int(env.now))
+        engine.inbox.put(Submit(str(number), prompt, params, arrival.priority))
+        engine.notify()
+    engine.inbox.close()
+    engine.notify()
+
+
+def _prompt(tokens: int, seed: int, number: int, caching: bool) -> TokenArray:
+    """A prompt's tokens. Only the prefix cache looks at them: without it, one zero stands for all."""
+    if not caching:
+        return np.broadcast_to(np.int32(TEXT), (tokens,))
+    return generator(seed, Stream.TOKENS, number).integers(2, VOCABULARY, tokens, dtype=np.int32)
+
+
+def _run_with_progress(
+    env: simpy.Environment, run: simpy.Process, engine: SimEngine, total: int, progress: Progress
+) -> None:
+    """Steps the clock, and reports whenever another hundredth of the tokens is out."""
+    shown, stride = 0, max(total // 100, 1)
+    while not run.processed:
+        env.step()
+        if engine.metrics.output_tokens - shown >= stride:
+            shown = engine.metrics.output_tokens
+            progress(shown, total)
+    progress(total, total)
