@@ -2,7 +2,7 @@
 
 A program is data. It is built here, once per (slot, bucket), and interpreted elsewhere: on CUDA streams, in virtual
 time, or by a checker. All ordering is in it: operations of one lane run in order, `wait` orders a lane behind a
-`record` of another, `synchronize` orders the host. An interpreter that needs another rule has found a missing operation.
+`record` of another, `synchronize` orders the host. An interpreter that needs more has found a missing operation.
 
 The host enqueues operations in the order of the list; the last one, `synchronize`, belongs to Collect.
 """
