@@ -1,0 +1,11 @@
+"""The what-if simulator: the core's own programs, run in virtual time (integer nanoseconds).
+
+    scenario   TOML file or preset + overrides -> a checked `Scenario`
+    workload   what arrives, when, and how long it is       (azure: the trace format)
+    costs      what each operation takes                    (hardware: models and devices for the roofline)
+    engine     SimPy process that runs the core's programs
+    run        one scenario -> summary and timeline
+    sweep      many scenarios -> rows
+
+May import asyncsched, simpy, numpy, pydantic and joblib; never torch.
+"""

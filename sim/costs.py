@@ -1,0 +1,247 @@
+"""What each operation of a step takes, in integer nanoseconds of virtual time.
+
+Parameters carry their unit in their name; what a scenario does not mention costs nothing. A cost model knows the sizes
+of a step (`StepShape`) and its number, never the clock or other steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Literal, Protocol
+
+from pydantic import Field
+
+from asyncsched.plan import StepShape
+from sim.draws import Stream, generator, lognormal
+from sim.hardware import Device, ModelShape
+from sim.spec import BY_KIND, Rate, Section, Share, Time
+
+# Inputs and outputs of a step are int32. Per token: id, position, KV position, carry-over source. Per sequence: query
+# start, KV length, and the entry by which its block table grew or the row it samples from.
+H2D_BYTES_PER_TOKEN = 16
+H2D_BYTES_PER_SEQ = 12
+D2H_BYTES_PER_SAMPLE = 4
+
+JITTER_BLOCK = 1024  # multipliers drawn at a time
+
+
+class CostModel(Protocol):
+    """Prices of one engine's steps. All results are nanoseconds."""
+
+    def host_ns(self, kind: str, shape: StepShape, step: int) -> int:
+        """Host work; `kind` is plan, fill, launch or commit."""
+
+    def h2d_ns(self, shape: StepShape, step: int) -> int: ...
+
+    def d2h_ns(self, shape: StepShape, step: int) -> int: ...
+
+    def forward_ns(self, shape: StepShape, step: int) -> int:
+        """Carry-over, forward pass and sampling."""
+
+    def output_sync_ns(self) -> int:
+        """The compute lane held, but not active, after each step."""
+
+
+class HostCosts(Section):
+    """Host work of a step: kind_us + kind_us_per_seq * sequences, all times `scale` (4 is a host four times slower)."""
+
+    scale: Time = 1.0
+    plan_us: Time = 0.0
+    plan_us_per_seq: Time = 0.0
+    fill_us: Time = 0.0
+    fill_us_per_seq: Time = 0.0
+    launch_us: Time = 0.0
+    commit_us: Time = 0.0
+    commit_us_per_seq: Time = 0.0
+
+
+class CopyCosts(Section):
+    """A copy: latency + bytes / bandwidth. A bandwidth not given is the device's `pcie_gb_s` with a roofline, and
+    without limit with constants."""
+
+    h2d_latency_us: Time = 0.0
+    h2d_gb_s: Rate | None = None
+    d2h_latency_us: Time = 0.0
+    d2h_gb_s: Rate | None = None
+
+
+class ConstantGpu(Section):
+    """Forward pass from constants. `us_per_kv_token` counts KV positions read, summed over sequences."""
+
+    kind: Literal["constant"]
+    step_us: Time
+    us_per_decode_seq: Time = 0.0
+    us_per_prefill_token: Time = 0.0
+    us_per_kv_token: Time = 0.0
+
+    def pricer(self) -> Callable[[StepShape], float]:
+        step, decode = self.step_us * 1e3, self.us_per_decode_seq * 1e3
+        prefill, kv = self.us_per_prefill_token * 1e3, self.us_per_kv_token * 1e3
+
+        def forward_ns(shape: StepShape) -> float:
+            # Rows that pad a decode batch cost as much as real ones.
+            return (
+                step
+                + decode * (shape.bucket or shape.num_decodes)
+                + prefill * shape.num_prefill_tokens
+                + kv * shape.kv_tokens
+            )
+
+        return forward_ns
+
+
+class RooflineGpu(Section):
+    """Forward pass from a model's shape and a device's limits.
+
+    Kernels run one after the other, so each of three groups takes the longer of its memory and its compute time, and
+    the groups add up: the layers' matrix products (weights read once per step; 2 operations per parameter and token),
+    the head (the same, on sampled tokens only), attention (KV read and written; 4 * layers * heads * head_dim
+    operations per query-key pair). Activations, norms and embedding rows are left out. With both efficiencies 1 and no
+    overhead this is a floor, not a forecast.
+
+    memory_efficiency, compute_efficiency: reached share of the device's figures.
+    kernel_overhead_us: per step, for gaps and for kernels that are neither.
+    """
+
+    kind: Literal["roofline"]
+    model: ModelShape
+    device: Device
+    memory_efficiency: Share = 1.0
+    compute_efficiency: Share = 1.0
+    kernel_overhead_us: Time = 0.0
+
+    def pricer(self) -> Callable[[StepShape], float]:
+        model = self.model
+        ns_per_byte = 1e-3 / (self.device.hbm_tb_s * self.memory_efficiency)
+        ns_per_flop = 1e-3 / (self.device.dense_tflop_s * self.compute_efficiency)
+        ns_per_weight = model.dtype_bytes * ns_per_byte
+        body_memory, body_token = model.body_params * ns_per_weight, 2 * model.body_params * ns_per_flop
+        head_memory, head_sample = model.head_params * ns_per_weight, 2 * model.head_params * ns_per_flop
+        kv_token = model.kv_bytes_per_token * ns_per_byte
+        pair = 4 * model.layers * model.num_heads * model.head_dim * ns_per_flop
+        overhead = self.kernel_overhead_us * 1e3
+
+        def forward_ns(shape: StepShape) -> float:
+            # Once per simulated step: conditional expressions, since `max` takes twice as long.
+            tokens, samples = shape.num_tokens, shape.num_samples
+            memory, compute = kv_token * (shape.kv_tokens + tokens), pair * shape.attn_pairs
+            total = overhead + (memory if memory > compute else compute)
+            if shape.bucket:  # rows that pad a decode batch are computed like real ones, but read no KV
+                tokens = samples = shape.bucket
+            compute = body_token * tokens
+            total += body_memory if body_memory > compute else compute
+            if samples:
+                compute = head_sample * samples
+                total += head_memory if head_memory > compute else compute
+            return total
+
+        return forward_ns
+
+
+GpuCosts = Annotated[ConstantGpu | RooflineGpu, Field(discriminator="kind"), BY_KIND]
+
+
+class Overlap(Section):
+    """What overlapping costs; counts at depth 2 and more only.
+
+    gpu_contention: factor on the forward pass while host and copies run beside it.
+    exposed_output_sync_us: per step, the compute lane waits for the output to reach the host.
+    """
+
+    gpu_contention: Annotated[float, Field(ge=1)] = 1.0
+    exposed_output_sync_us: Time = 0.0
+
+
+class Jitter(Section):
+    """Seeded multipliers with mean 1 on host work, copies and forward passes; sigma is that of their logarithm."""
+
+    kind: Literal["none", "lognormal"] = "none"
+    host_sigma: Annotated[float, Field(ge=0, le=2)] = 0.0
+    copy_sigma: Annotated[float, Field(ge=0, le=2)] = 0.0
+    gpu_sigma: Annotated[float, Field(ge=0, le=2)] = 0.0
+
+
+class LaneCosts:
+    """The prices of a scenario's sections. Everything is worked out beforehand: a call is a few multiplications."""
+
+    __slots__ = ("_contention", "_d2h", "_forward", "_h2d", "_host", "_output_sync")
+
+    def __init__(
+        self, host: HostCosts, copy: CopyCosts, gpu: ConstantGpu | RooflineGpu, overlap: Overlap, depth: int
+    ) -> None:
+        ns = 1e3 * host.scale
+        self._host = {
+            "plan": (host.plan_us * ns, host.plan_us_per_seq * ns),
+            "fill": (host.fill_us * ns, host.fill_us_per_seq * ns),
+            "launch": (host.launch_us * ns, 0.0),
+            "commit": (host.commit_us * ns, host.commit_us_per_seq * ns),
+        }
+        link = gpu.device.pcie_gb_s if isinstance(gpu, RooflineGpu) else None
+        h2d, d2h = _ns_per_byte(copy.h2d_gb_s or link), _ns_per_byte(copy.d2h_gb_s or link)
+        self._h2d = (copy.h2d_latency_us * 1e3, H2D_BYTES_PER_TOKEN * h2d, H2D_BYTES_PER_SEQ * h2d)
+        self._d2h = (copy.d2h_latency_us * 1e3, D2H_BYTES_PER_SAMPLE * d2h)
+        self._forward = gpu.pricer()
+        self._contention = overlap.gpu_contention if depth > 1 else 1.0
+        self._output_sync = round(overlap.exposed_output_sync_us * 1e3) if depth > 1 else 0
+
+    def host_ns(self, kind: str, shape: StepShape, step: int) -> int:
+        base, per_seq = self._host[kind]
+        return round(base + per_seq * shape.num_seqs)
+
+    def h2d_ns(self, shape: StepShape, step: int) -> int:
+        latency, per_token, per_seq = self._h2d
+        return round(latency + per_token * shape.num_tokens + per_seq * shape.num_seqs)
+
+    def d2h_ns(self, shape: StepShape, step: int) -> int:
+        latency, per_sample = self._d2h
+        return round(latency + per_sample * shape.num_samples)
+
+    def forward_ns(self, shape: StepShape, step: int) -> int:
+        return round(self._forward(shape) * self._contention)
+
+    def output_sync_ns(self) -> int:
+        return self._output_sync
+
+
+class JitteredCosts:
+    """Another model's prices times a multiplier per (seed, operation, step), whatever the order of the calls."""
+
+    __slots__ = ("_blocks", "_costs", "_seed", "_sigmas")
+
+    def __init__(self, costs: CostModel, jitter: Jitter, seed: int) -> None:
+        self._costs = costs
+        self._seed = seed
+        self._sigmas = dict.fromkeys(_HOST_STREAMS.values(), jitter.host_sigma)
+        self._sigmas |= {Stream.H2D: jitter.copy_sigma, Stream.D2H: jitter.copy_sigma, Stream.FORWARD: jitter.gpu_sigma}
+        self._blocks: dict[Stream, tuple[int, list[float]]] = dict.fromkeys(self._sigmas, (-1, []))
+
+    def host_ns(self, kind: str, shape: StepShape, step: int) -> int:
+        return round(self._costs.host_ns(kind, shape, step) * self._multiplier(_HOST_STREAMS[kind], step))
+
+    def h2d_ns(self, shape: StepShape, step: int) -> int:
+        return round(self._costs.h2d_ns(shape, step) * self._multiplier(Stream.H2D, step))
+
+    def d2h_ns(self, shape: StepShape, step: int) -> int:
+        return round(self._costs.d2h_ns(shape, step) * self._multiplier(Stream.D2H, step))
+
+    def forward_ns(self, shape: StepShape, step: int) -> int:
+        return round(self._costs.forward_ns(shape, step) * self._multiplier(Stream.FORWARD, step))
+
+    def output_sync_ns(self) -> int:
+        return self._costs.output_sync_ns()
+
+    def _multiplier(self, stream: Stream, step: int) -> float:
+        wanted, offset = divmod(step, JITTER_BLOCK)
+        block, multipliers = self._blocks[stream]
+        if block != wanted:
+            random = generator(self._seed, stream, wanted)
+            multipliers = lognormal(random, self._sigmas[stream], JITTER_BLOCK).tolist()
+            self._blocks[stream] = (wanted, multipliers)
+        return multipliers[offset]
+
+
+_HOST_STREAMS = {"plan": Stream.PLAN, "fill": Stream.FILL, "launch": Stream.LAUNCH, "commit": Stream.COMMIT}
+
+
+def _ns_per_byte(gb_s: float | None) -> float:
+    return 1 / gb_s if gb_s else 0.0

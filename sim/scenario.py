@@ -1,0 +1,208 @@
+"""A scenario: everything one simulated run depends on, from a TOML file, a preset, or plain data.
+
+A scenario is checked as a whole when it is made; any problem is one `ConfigError` with the dotted name of the field.
+Engine defaults are those of `EngineConfig` and nowhere else. `mode` and `depth` are two spellings of one choice:
+
+    static    depth 1, a whole batch finishes before the next is admitted
+    sync      depth 1
+    async     depth 2 (what you get without a choice)
+    depth=k   depth k
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import AfterValidator, BeforeValidator, Field, create_model, model_validator
+
+from asyncsched.config import Batching, EngineConfig
+from asyncsched.errors import ConfigError
+from asyncsched.policies import load_admission, load_reservation, load_victim
+from sim.azure import PACKAGED
+from sim.costs import CopyCosts, CostModel, GpuCosts, HostCosts, Jitter, JitteredCosts, LaneCosts, Overlap
+from sim.spec import Count, Section, unknown, validate
+from sim.workload import Arrival, WorkloadSpec, build_workload
+
+PRESETS = Path(__file__).parent / "presets"
+
+_MODE_DEPTH = {"static": 1, "sync": 1, "async": 2}
+_DEPTH_MODE = {1: "sync", 2: "async"}
+
+
+def _engine_section() -> type[Section]:
+    """EngineConfig as a section, field by field, less what `mode` and `depth` decide."""
+    hints = get_type_hints(EngineConfig)
+    keys: dict[str, Any] = {
+        field.name: (Annotated[hints[field.name], BeforeValidator(_list_to_tuple)], field.default)
+        for field in fields(EngineConfig)
+        if field.name not in ("depth", "batching")
+    }
+    return create_model("EngineSection", __base__=Section, **keys)
+
+
+def _list_to_tuple(value: object) -> object:
+    """TOML and JSON have lists only."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+_ENGINE_SECTION = _engine_section()
+
+
+def _check_engine(data: dict[str, Any]) -> dict[str, Any]:
+    section = validate(_ENGINE_SECTION, data)
+    values = section.model_dump()
+    EngineConfig(**values)
+    load_admission(values["admission"])
+    load_victim(values["victim"])
+    load_reservation(values["reservation"])
+    return values
+
+
+class Scenario(Section):
+    """A checked scenario, with every default filled in. Make one with `load_scenario` or `Scenario.from_dict`."""
+
+    description: str = ""
+    mode: str
+    depth: Count
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    engine: Annotated[dict[str, Any], AfterValidator(_check_engine)] = Field(default={}, validate_default=True)
+    host: HostCosts = HostCosts()
+    copies: CopyCosts = Field(default=CopyCosts(), alias="copy")  # a pydantic model has a method `copy`
+    gpu: GpuCosts
+    overlap: Overlap = Overlap()
+    jitter: Jitter = Jitter()
+    workload: WorkloadSpec
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_mode(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        mode, depth = _resolve(data.get("mode"), data.get("depth"))
+        return {**data, "mode": mode, "depth": depth}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> Scenario:
+        """Raises ConfigError."""
+        return validate(cls, data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The resolved scenario: ready for JSON, and `from_dict` makes an equal one of it."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def engine_config(self) -> EngineConfig:
+        batching: Batching = "static" if self.mode == "static" else "continuous"
+        return EngineConfig(depth=self.depth, batching=batching, **self.engine)
+
+    def costs(self) -> CostModel:
+        costs = LaneCosts(self.host, self.copies, self.gpu, self.overlap, self.depth)
+        return costs if self.jitter.kind == "none" else JitteredCosts(costs, self.jitter, self.seed)
+
+    def workload_arrivals(self) -> list[Arrival]:
+        """In order of arrival. Raises ConfigError for a trace that cannot be used."""
+        return build_workload(self.workload, self.seed)
+
+
+def load_scenario(path: str | Path, overrides: Iterable[str] = ()) -> Scenario:
+    """A scenario file with `key=value` overrides. Raises ConfigError."""
+    return Scenario.from_dict(apply_overrides(read_scenario(path), overrides))
+
+
+def load_preset(name: str, overrides: Iterable[str] = ()) -> Scenario:
+    """A preset with `key=value` overrides. Raises ConfigError."""
+    return Scenario.from_dict(apply_overrides(read_preset(name), overrides))
+
+
+def presets() -> dict[str, str]:
+    """Names and descriptions."""
+    return {path.stem: read_scenario(path)["description"] for path in sorted(PRESETS.glob("*.toml"))}
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """A preset as it is written, unchecked."""
+    known = [path.stem for path in PRESETS.glob("*.toml")]
+    if name not in known:
+        raise ConfigError("preset", name, unknown("preset", name, known))
+    return read_scenario(PRESETS / f"{name}.toml")
+
+
+def read_scenario(path: str | Path) -> dict[str, Any]:
+    """A scenario file as it is written, unchecked; but a trace's path counts from the file's folder."""
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError("scenario", str(path), f"it cannot be read ({reason}); use a TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("scenario", str(path), f"it is not valid TOML: {error}") from None
+    workload = data.get("workload")
+    if isinstance(workload, dict) and isinstance(trace := workload.get("trace"), str) and trace not in PACKAGED:
+        workload["trace"] = str(path.parent / trace)
+    return data
+
+
+def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """`data` with each `dotted.key=value` set; values are read by `parse_value`. Raises ConfigError."""
+    values: dict[str, object] = {}
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key.strip():
+            raise ConfigError("--set", override, "use key=value, as in host.plan_us=250")
+        values[key.strip()] = parse_value(text)
+    return override_values(data, values)
+
+
+def override_values(data: Mapping[str, Any], values: Mapping[str, object]) -> dict[str, Any]:
+    """`data` with each dotted key set to a value. A new `mode` or `depth` replaces the other's old value as well."""
+    result = deepcopy(dict(data))
+    if "depth" in values and "mode" not in values and result.get("mode") != "static":
+        result.pop("mode", None)
+    if "mode" in values and "depth" not in values:
+        result.pop("depth", None)
+    for dotted, value in values.items():
+        *parents, key = dotted.split(".")
+        table = result
+        for depth, parent in enumerate(parents):
+            table = table.setdefault(parent, {})
+            if not isinstance(table, dict):
+                raise ConfigError(".".join(parents[: depth + 1]), table, f"it must be a table for {dotted} to be set")
+        table[key] = deepcopy(value)
+    return result
+
+
+def parse_value(text: str) -> object:
+    """A TOML value, or the text itself where it is none: `0.5`, `true`, `[8, 16]`, `sync`."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _resolve(mode: object, depth: object) -> tuple[object, object]:
+    """Both spellings of mode and depth. What is not even of the right type is left to the check of fields."""
+    if mode is None:
+        depth = 2 if depth is None else depth
+        return (_DEPTH_MODE.get(depth, f"depth={depth}"), depth) if isinstance(depth, int) else ("async", depth)
+    if not isinstance(mode, str):
+        return mode, 1 if depth is None else depth
+    implied = _mode_depth(mode)
+    if depth is not None and depth != implied:
+        raise ConfigError("depth", depth, f"mode {mode!r} has depth {implied}: leave one of the two out")
+    canonical = mode if mode == "static" else _DEPTH_MODE.get(implied, f"depth={implied}")
+    return canonical, implied if depth is None else depth
+
+
+def _mode_depth(mode: str) -> int:
+    if mode in _MODE_DEPTH:
+        return _MODE_DEPTH[mode]
+    name, _, digits = mode.partition("=")
+    if name != "depth" or not (digits.isascii() and digits.isdigit()) or len(digits) > 9 or int(digits) < 1:
+        raise ConfigError("mode", mode, "use static, sync, async, or depth=k with k at least 1")
+    return int(digits)

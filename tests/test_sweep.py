@@ -1,0 +1,105 @@
+"""Sweeps: rows in grid order whatever the workers, and failures that stay in their row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from asyncsched.errors import AsyncschedError, ConfigError
+from sim.scenario import Scenario, override_values, read_preset
+from sim.sweep import grid, parse_vary, run_sweep
+
+BASE = read_preset("hf-8b-bs32")
+COLUMNS = ("depth", "ttft_ms.p50")
+VARY = {"depth": [1, 2, 3], "host.scale": [0.5, 1.0]}
+
+
+def price(scenario: Scenario) -> Mapping[str, object]:
+    """Stands in for a simulation: its figures name the scenario they come from."""
+    return {"depth": scenario.depth, "ttft_ms": {"p50": scenario.depth * scenario.host.scale}, "other": "unused"}
+
+
+def price_or_fail(scenario: Scenario) -> Mapping[str, object]:
+    if scenario.depth == 2:
+        raise AsyncschedError("no such luck")
+    if scenario.depth == 3:
+        raise ZeroDivisionError("of a user's policy")
+    return price(scenario)
+
+
+def test_grid_order_is_the_order_of_the_keys():
+    assert grid({"a": [1, 2], "b": ["x", "y"]}) == [
+        {"a": 1, "b": "x"},
+        {"a": 1, "b": "y"},
+        {"a": 2, "b": "x"},
+        {"a": 2, "b": "y"},
+    ]
+
+
+def test_rows_do_not_depend_on_the_number_of_workers():
+    seen: list[tuple[int, int]] = []
+    alone = run_sweep(
+        BASE, VARY, simulate=price, columns=COLUMNS, progress=lambda done, total: seen.append((done, total))
+    )
+    assert seen == [(n, 6) for n in range(1, 7)]
+    assert [(row["depth"], row["host.scale"], row["ttft_ms.p50"]) for row in alone] == [
+        (1, 0.5, 0.5),
+        (1, 1.0, 1.0),
+        (2, 0.5, 1.0),
+        (2, 1.0, 2.0),
+        (3, 0.5, 1.5),
+        (3, 1.0, 3.0),
+    ]
+    assert {tuple(row) for row in alone} == {("depth", "host.scale", "ttft_ms.p50", "error")}
+    assert run_sweep(BASE, VARY, simulate=price, columns=COLUMNS, jobs=2) == alone
+
+
+def test_a_failing_point_keeps_the_others():
+    rows = run_sweep(BASE, {"depth": [0, 1, 2, 3]}, simulate=price_or_fail, columns=COLUMNS, jobs=2)
+    assert [row["error"] for row in rows] == [
+        "depth: 0 is not allowed; it must be greater than or equal to 1",
+        "",
+        "no such luck",
+        "ZeroDivisionError: of a user's policy",
+    ]
+    assert [row["ttft_ms.p50"] for row in rows] == [None, 1.0, None, None]
+    assert {tuple(row) for row in rows} == {("depth", "ttft_ms.p50", "error")}
+
+
+def test_a_fault_that_all_points_share_is_an_error():
+    with pytest.raises(ConfigError, match=r"^host.plan_ms: 1 is not allowed; unknown key"):
+        run_sweep(BASE, {"host.plan_ms": [1, 2]}, simulate=price)
+
+
+def test_real_simulations_are_repeated_exactly_in_any_number_of_workers():
+    base = override_values(BASE, {"workload.output.tokens": 4, "workload.num_requests": 2})
+    vary = {"mode": ["sync", "async"], "jitter.kind": ["none", "lognormal"], "jitter.host_sigma": [0.3]}
+    rows = run_sweep(base, vary)
+    assert [row["error"] for row in rows] == [""] * 4
+    assert len({row["makespan_s"] for row in rows}) == 4
+    assert run_sweep(base, vary, jobs=2) == rows
+
+
+def test_jobs_zero_is_refused():
+    with pytest.raises(ConfigError, match=r"^jobs: 0 is not allowed"):
+        run_sweep(BASE, VARY, simulate=price, jobs=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("host.scale=0.5,1,2", ("host.scale", [0.5, 1, 2])),
+        ("mode=sync,async, depth=3", ("mode", ["sync", "async", "depth=3"])),
+        ("engine.decode_buckets=[1,2],[4]", ("engine.decode_buckets", [[1, 2], [4]])),
+        ("x=1,two", ("x", [1, "two"])),
+    ],
+)
+def test_vary_options(text, parsed):
+    assert parse_vary(text) == parsed
+
+
+@pytest.mark.parametrize("text", ["host.scale", "host.scale=", "=1,2"])
+def test_vary_options_without_key_or_values_are_refused(text):
+    with pytest.raises(ConfigError, match=r"^--vary: .* is not allowed; use key=value,value"):
+        parse_vary(text)
