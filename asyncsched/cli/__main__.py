@@ -1,0 +1,5 @@
+"""`python -m asyncsched.cli`."""
+
+from asyncsched.cli import main
+
+main()

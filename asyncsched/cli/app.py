@@ -1,0 +1,92 @@
+"""The commands, and how a call of one ends.
+
+Whatever goes wrong is one line on stderr: `error: field: value is not allowed; what is`. Nothing else may be printed
+about it: no traceback, no box. Set ASYNCSCHED_TRACEBACK=1 to see where an error comes from.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from asyncsched.cli.inputs import AllRejectedError
+from asyncsched.cli.presets import presets
+from asyncsched.cli.simulate import simulate
+from asyncsched.cli.sweep import sweep
+from asyncsched.errors import AsyncschedError, ConfigError
+
+DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+# What typer finds wrong. It is click's, which typer keeps in another place from version to version.
+USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(add_completion=False)
+app.command()(simulate)
+app.command()(sweep)
+app.command()(presets)
+
+
+@app.callback(invoke_without_command=True)
+def asyncsched(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """What would asynchronous batching buy you? Simulates an LLM inference engine: scheduler, host, copies and GPU."""
+    if version:
+        from asyncsched import __version__
+
+        typer.echo(f"asyncsched {__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def run(arguments: Sequence[str]) -> int:
+    """One call of the command. Returns its exit status."""
+    if "" not in sys.path:
+        sys.path.append("")  # users' policies, `module:Class`; last, so that a folder here shadows no module
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("asyncsched", list(arguments)) as context:
+            command.invoke(context)
+        sys.stdout.flush()
+    except typer.Exit as end:
+        return end.exit_code
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # whoever read our output has gone, and knows it
+        return FAILED
+    except (ConfigError, AllRejectedError) as error:
+        return _fail(str(error), BAD_INPUT)
+    except USAGE_ERROR as error:
+        return _fail(_usage(error), BAD_INPUT)
+    except AsyncschedError as error:
+        return _fail(str(error), FAILED)
+    except Exception as error:  # a scheduler that is stuck, or a user's policy: it may raise anything
+        return _fail(f"the run failed: {type(error).__name__}: {error}", FAILED)
+    return DONE
+
+
+def _fail(message: str, status: int) -> int:
+    if os.environ.get("ASYNCSCHED_TRACEBACK"):
+        import traceback
+
+        traceback.print_exc()
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    return status
+
+
+def _usage(error: Exception) -> str:
+    """A problem found by typer, in the words of a ConfigError where it tells enough."""
+    option = getattr(error, "option_name", None)
+    message = (getattr(error, "message", "") or str(error)).rstrip(".")
+    message = message[:1].lower() + message[1:]
+    if option is None:
+        return f"arguments: {message}; see --help"
+    if hasattr(error, "possibilities"):
+        near = " or ".join(sorted(error.possibilities or ()))
+        return str(ConfigError("option", option, "no such option" + (f", did you mean {near}?" if near else "")))
+    return str(ConfigError(option, "", message))

@@ -1,0 +1,142 @@
+"""`asyncsched simulate`: one scenario, its figures, trace and picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from asyncsched.cli.figures import FIGURES, look_up, write
+from asyncsched.cli.files import PICTURES, check_output, write_output
+from asyncsched.cli.inputs import (
+    AsJson,
+    Overrides,
+    Preset,
+    ScenarioFile,
+    check_rejections,
+    print_json,
+    scenario_data,
+    scenario_name,
+)
+from asyncsched.cli.progress import progress_bar
+from asyncsched.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncsched.timeline import Timeline
+
+PLOTTED_STEPS = 6  # from the middle of the run, where no choice is made
+MOST_PLOTTED = 100
+SHOWN = (
+    "makespan_s",
+    "output_throughput",
+    "gpu_active",
+    "idle_s.host",
+    "idle_s.h2d",
+    "idle_s.output_sync",
+    "idle_s.no_work",
+    "limiting_lane",
+    "ttft_ms.p50",
+    "ttft_ms.p99",
+    "tpot_ms.p50",
+    "tpot_ms.p99",
+    "itl_ms.p99",
+    "e2el_ms.p50",
+    "steps",
+    "output_tokens",
+    "completed",
+    "rejected",
+    "preemptions",
+    "overshoot_tokens",
+    "kv_peak",
+)
+
+
+def simulate(
+    scenario: ScenarioFile = None,
+    preset: Preset = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Write a trace; open it at https://ui.perfetto.dev.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the lanes over a few steps: .png, .svg or .pdf.")
+    ] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST:LAST", help="Steps in the trace and the plot. Without it: all, and six from the middle."
+        ),
+    ] = None,
+) -> None:
+    """Simulate one scenario."""
+    check_output("--trace", trace, (".json",))
+    check_output("--plot", plot, PICTURES)
+    if steps is not None and trace is None and plot is None:
+        raise ConfigError("--steps", steps, "it says what --trace and --plot show; give one of them too")
+    window = None if steps is None else _parse_steps(steps)
+    if plot is not None and window is not None and window[1] - window[0] >= MOST_PLOTTED:
+        raise ConfigError("--steps", steps, f"at most {MOST_PLOTTED} steps can be drawn")
+
+    from sim.run import simulate as run
+    from sim.scenario import Scenario
+
+    checked = Scenario.from_dict(scenario_data(scenario, preset, overrides))
+    with progress_bar("simulating") as progress:
+        result = run(checked, spans=trace is not None or plot is not None, progress=progress)
+    summary = result.summary()
+    name = _name(scenario_name(scenario, preset), summary)
+    warning = check_rejections(summary)
+    if warning:
+        print("warning:", warning, file=sys.stderr)
+    if result.timeline is not None:
+        _write_timeline(result.timeline, summary, window, trace, plot, name)
+    if as_json:
+        print_json(summary)
+    else:
+        _print_summary(summary, name)
+
+
+def _name(scenario: str, summary: dict[str, Any]) -> str:
+    mode, depth = summary["mode"], summary["depth"]
+    return f"{scenario}, depth {depth}" if mode.startswith("depth") else f"{scenario}, {mode} (depth {depth})"
+
+
+def _parse_steps(text: str) -> tuple[int, int]:
+    first, separator, last = text.partition(":")
+    digits = all(part.isascii() and part.isdigit() and len(part) < 10 for part in (first, last))
+    if not separator or not digits or int(first) > int(last):
+        raise ConfigError("--steps", text, "use FIRST:LAST, two step numbers in order, as in 100:105")
+    return int(first), int(last)
+
+
+def _write_timeline(
+    timeline: Timeline,
+    summary: dict[str, Any],
+    window: tuple[int, int] | None,
+    trace: Path | None,
+    plot: Path | None,
+    name: str,
+) -> None:
+    count = summary["steps"]
+    if window is not None and window[0] >= count:
+        raise ConfigError("--steps", "{}:{}".format(*window), f"the run had steps 0 to {count - 1}")
+    if trace is not None:
+        part = timeline if window is None else timeline.window(*window)
+        write_output("--trace", trace, json.dumps(part.to_perfetto(), allow_nan=False).encode())
+    if plot is not None:
+        from asyncsched.plotting import plot_timeline
+
+        first = max(count // 2 - PLOTTED_STEPS // 2, 0)
+        steps = window or (first, first + PLOTTED_STEPS - 1)
+        plot_timeline([(name, timeline)], plot, steps=steps)
+
+
+def _print_summary(summary: dict[str, Any], name: str) -> None:
+    from asyncsched.cli.tables import print_table
+
+    rows = [(FIGURES[key].label, write(key, look_up(summary, key)), FIGURES[key].meaning) for key in SHOWN]
+    print_table(f"{name}, seed {summary['seed']}: simulated", ("what", "figure", "meaning"), rows, numbers=("figure",))

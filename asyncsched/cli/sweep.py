@@ -1,0 +1,187 @@
+"""`asyncsched sweep`: a grid of scenarios, as a table, a CSV file, a curve or a heat map."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import io
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from asyncsched.cli.figures import FIGURES, write
+from asyncsched.cli.files import PICTURES, check_output, write_output
+from asyncsched.cli.inputs import (
+    AllRejectedError,
+    AsJson,
+    Overrides,
+    Preset,
+    ScenarioFile,
+    check_rejections,
+    print_json,
+    scenario_data,
+    scenario_name,
+)
+from asyncsched.cli.progress import progress_bar
+from asyncsched.errors import AsyncschedError, ConfigError
+
+Row = dict[str, Any]
+
+SHOWN = ("makespan_s", "output_throughput", "gpu_active", "ttft_ms.p50", "tpot_ms.p50", "limiting_lane")
+REJECTION_COLUMNS = ("requests", "rejected", "rejections")
+
+
+def sweep(
+    scenario: ScenarioFile = None,
+    preset: Preset = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=V1,V2,...", help="Values of a key, as in host.scale=1,2,4. Repeat for a grid."),
+    ] = None,
+    overrides: Overrides = None,
+    jobs: Annotated[str, typer.Option(metavar="N", help="Processes; -1 is one per core.")] = "1",
+    out: Annotated[Path | None, typer.Option(metavar="FILE.csv", help="Write all columns, one row per run.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw a curve or, for two keys with numbers, a heat map: .png, .svg, .pdf."),
+    ] = None,
+    metric: Annotated[str, typer.Option(metavar="NAME", help="The figure to draw.")] = "output_throughput",
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a scenario once per combination of varied keys."""
+    check_output("--out", out, (".csv",))
+    check_output("--plot", plot, PICTURES)
+    _check_metric(metric)
+    processes = _parse_jobs(jobs)
+
+    from sim.sweep import COLUMNS, run_sweep
+
+    varied = _parse_vary(vary or [])
+    if plot is not None:
+        _check_drawable(plot, varied)
+    base = scenario_data(scenario, preset, overrides)
+    columns = tuple(dict.fromkeys((*COLUMNS, metric, *REJECTION_COLUMNS)))
+    with progress_bar("sweeping") as progress:
+        rows = run_sweep(base, varied, jobs=processes, columns=columns, progress=progress)
+    _judge(rows)
+    if out is not None:
+        write_output("--out", out, _csv(rows))
+    if plot is not None:
+        _plot(rows, varied, metric, plot, scenario_name(scenario, preset))
+    if as_json:
+        print_json({"vary": _plain(varied), "scenario": _plain(base), "points": _plain(rows)})
+    else:
+        _print_rows(rows, varied, metric, scenario_name(scenario, preset))
+
+
+def _check_metric(name: str) -> None:
+    if name in FIGURES and name != "limiting_lane":
+        return
+    near = difflib.get_close_matches(name, FIGURES) or ["output_throughput", "makespan_s", "gpu_active", "tpot_ms.p50"]
+    raise ConfigError("--metric", name, f"use the key of a figure, such as {', '.join(near)}")
+
+
+def _parse_jobs(text: str) -> int:
+    try:
+        jobs = int(text)
+    except ValueError:
+        jobs = 0
+    if jobs < 1 and jobs != -1:
+        raise ConfigError("--jobs", text, "use a number of processes, or -1 for one per core")
+    return jobs
+
+
+def _parse_vary(texts: Sequence[str]) -> dict[str, list[object]]:
+    from sim.sweep import parse_vary
+
+    if not texts:
+        raise ConfigError("--vary", None, "name at least one key and its values, as in host.scale=1,2,4")
+    varied: dict[str, list[object]] = {}
+    for text in texts:
+        key, values = parse_vary(text)
+        if key in varied:
+            raise ConfigError("--vary", text, f"{key} is varied already; give all its values at once")
+        varied[key] = values
+    return varied
+
+
+def _check_drawable(plot: Path, varied: Mapping[str, Sequence[object]]) -> None:
+    if len(varied) > 2:
+        raise ConfigError("--plot", str(plot), f"one or two varied keys can be drawn, not {len(varied)}; use --out")
+
+
+def _judge(rows: list[Row]) -> None:
+    """Points in which no request could run get an error like other failures. Failures warn, or raise if all failed."""
+    partly, never = 0, 0
+    for row in rows:
+        try:
+            partly += bool(not row["error"] and check_rejections(row))
+        except AllRejectedError as error:
+            row["error"] = str(error)
+            never += 1
+        del row["rejections"]  # a column of texts, one per request
+    failed = [row["error"] for row in rows if row["error"]]
+    if len(failed) == len(rows):
+        message = f"all {len(rows)} runs failed; the first: {failed[0]}"
+        raise AllRejectedError(message) if never == len(rows) else AsyncschedError(message)
+    if failed:
+        print(f"warning: {len(failed)} of {len(rows)} runs failed; the first: {failed[0]}", file=sys.stderr)
+    if partly:
+        print(f"warning: some requests were rejected in {partly} of {len(rows)} runs; see 'rejected'", file=sys.stderr)
+
+
+def _csv(rows: list[Row]) -> bytes:
+    """Tables and lists are written as JSON."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({key: json.dumps(item) if isinstance(item, dict | list) else item for key, item in row.items()})
+    return text.getvalue().encode()
+
+
+def _plot(rows: list[Row], varied: Mapping[str, Sequence[object]], metric: str, path: Path, name: str) -> None:
+    from asyncsched.plotting import is_number, plot_curve, plot_heatmap
+
+    label = FIGURES[metric].axis_label
+    drawn = [row for row in rows if row[metric] is not None and not row["error"]]
+    if not drawn:
+        raise ConfigError("--metric", metric, "no run has a value of it; name another figure to draw")
+    title = f"{name}: {FIGURES[metric].label}"
+    numeric = [key for key, values in varied.items() if all(is_number(value) for value in values)]
+    words = [key for key in varied if key not in numeric]
+    if len(numeric) == 2:
+        plot_heatmap(drawn, numeric[0], numeric[1], metric, path, z_label=label, title=title)
+    elif len(varied) == 2:
+        x, series = (numeric[0], words[0]) if numeric else (words[0], words[1])
+        plot_curve(drawn, x, metric, path, series=series, y_label=label, title=title)
+    else:
+        plot_curve(drawn, next(iter(varied)), metric, path, y_label=label, title=title)
+
+
+def _print_rows(rows: list[Row], varied: Mapping[str, object], metric: str, name: str) -> None:
+    from asyncsched.cli.tables import print_table
+
+    keys = [key for key in dict.fromkeys((*SHOWN, metric)) if key not in varied]
+    table = [
+        [*(str(row[key]) for key in varied), *(write(key, row[key]) if not row["error"] else "-" for key in keys)]
+        for row in rows
+    ]
+    headers = [FIGURES[key].label for key in keys]
+    print_table(f"{name}: {len(rows)} runs (simulated)", [*varied, *headers], table, numbers=headers)
+
+
+def _plain(value: object) -> Any:
+    """`value` as JSON can say it: TOML has dates and NaN, which a point that failed may have been asked for."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value)

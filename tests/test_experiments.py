@@ -1,0 +1,57 @@
+"""The scripts that the README quotes: they run from anywhere, and the published run comes out as it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def script(name: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "experiments" / name), *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_published_run_is_input_prediction_and_fit(tmp_path: Path) -> None:
+    done = script("published_run.py", "--json", folder=tmp_path)
+    rows = {row["run"]: row for row in json.loads(done.stdout)["rows"]}
+    sync, predicted, contention, both = rows.values()
+    assert [row["the figure is"] for row in rows.values()] == ["input", "predicted", "fitted", "fitted"]
+    assert sync["simulated s"] == pytest.approx(300.6, abs=1e-6)
+    assert sync["GPU active"] == pytest.approx(0.76, abs=1e-6)
+    assert predicted["simulated s"] == pytest.approx(228.5, abs=0.1)
+    assert contention["simulated s"] == pytest.approx(233.0, abs=0.1)
+    assert both["simulated s"] == pytest.approx(234.5, abs=0.1)
+    assert both["GPU active"] == pytest.approx(0.994, abs=5e-4)
+
+
+def test_the_demo_ends_with_a_table_a_picture_and_a_trace(tmp_path: Path) -> None:
+    done = script("demo.py", folder=tmp_path)
+    assert done.returncode == 0
+    assert "300.6 s" in done.stdout
+    assert "228.5 s" in done.stdout
+    assert "Azure trace" in done.stdout
+    assert (tmp_path / "out" / "demo-timeline.png").read_bytes().startswith(b"\x89PNG\r\n")
+    events = json.loads((tmp_path / "out" / "demo-trace.json").read_text())["traceEvents"]
+    assert {event["args"]["name"][:5] for event in events if event["name"] == "process_name"} == {"async", "synch"}
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
+
+
+def test_a_study_checks_its_picture_before_the_work(tmp_path: Path) -> None:
+    done = script("host_cost.py", "--plot", "no/where.png", folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "no/where.png" in done.stderr
