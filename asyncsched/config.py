@@ -32,6 +32,9 @@ class EngineConfig:
     admission               order of the queue: fcfs, priority, shortest-prompt, or module:Class
     victim                  who is preempted: latest-arrival, lowest-priority, least-progress, or module:Class
     reservation             blocks an admission must find free: optimistic, worst-case, or module:Class
+    preemption              how the victim gives up its KV: recompute, offload, or module:Class
+    num_host_blocks         KV blocks of pinned host memory that offload may fill; where they run out, it recomputes
+    vocab_size              sampled tokens from 0 to vocab_size - 1 are valid; any other fails its request
     """
 
     depth: int = 2
@@ -48,9 +51,21 @@ class EngineConfig:
     admission: str = "fcfs"
     victim: str = "latest-arrival"
     reservation: str = "optimistic"
+    preemption: str = "recompute"
+    num_host_blocks: int = 8192
+    vocab_size: int = 2**31 - 1
 
     def __post_init__(self) -> None:
-        for name in ("depth", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
+        for name in (
+            "depth",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "block_size",
+            "num_blocks",
+            "num_host_blocks",
+            "vocab_size",
+        ):
             _require_positive_int(name, getattr(self, name))
         if self.sliding_window is not None:
             _require_positive_int("sliding_window", self.sliding_window)
@@ -61,8 +76,11 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "enable_chunked_prefill"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "use true or false")
-        if list(self.decode_buckets) != sorted(set(self.decode_buckets)) or any(b < 1 for b in self.decode_buckets):
-            raise ConfigError("decode_buckets", self.decode_buckets, "use increasing batch sizes of at least 1")
+        if list(self.decode_buckets) != sorted(set(self.decode_buckets)) or any(
+            not 1 <= b <= self.max_num_seqs for b in self.decode_buckets
+        ):
+            allowed = f"use increasing batch sizes from 1 to max_num_seqs {self.max_num_seqs}"
+            raise ConfigError("decode_buckets", self.decode_buckets, allowed)
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+LONGEST_VALUE = 120  # characters of a value in a message
+
 
 class AsyncschedError(Exception):
     """Base of every error this project raises on purpose."""
@@ -11,10 +13,20 @@ class ConfigError(AsyncschedError, ValueError):
     """A setting that cannot be used. `field` is the dotted name the user wrote."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        super().__init__(f"{field}: {value!r} is not allowed; {allowed}")
+        super().__init__(f"{field}: {_short(value)} is not allowed; {allowed}")
         self.field = field
         self.value = value
         self.allowed = allowed
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
+        """Errors come back from worker processes."""
+        return type(self), (self.field, self.value, self.allowed)
+
+
+def _short(value: object) -> str:
+    """The value on one line, its middle left out where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE // 2]} ... {text[-LONGEST_VALUE // 2 :]}"
 
 
 class PolicyError(AsyncschedError):

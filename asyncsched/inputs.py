@@ -59,7 +59,7 @@ class SlotInputs:
             rows.table.size + config.max_blocks_per_seq,
         )
         self.buffer = allocate(sum(sizes))
-        parts = np.split(self.buffer, np.cumsum(sizes)[:-1])
+        self.parts = parts = np.split(self.buffer, np.cumsum(sizes)[:-1])
         self.token_ids, self.positions, self.kv_positions, self.carry = parts[:4]
         self.rows, self.query_start, self.seq_lens, self.logits_at = parts[4:8]
         self.table = parts[8].reshape(rows.capacity + 1, config.max_blocks_per_seq)

@@ -5,10 +5,12 @@ Every block is in exactly one state:
     free     nobody owns it and its content is worthless
     cached   nobody owns it, but it holds a committed prefix to share again; the least recently used is given up first
     held     `owners(block)` requests own it
+    fenced   nobody owns it, but a copy may still touch it, until the step that the copy belongs to is collected;
+             after a step that never came back, for ever
 
-`available` counts free and cached blocks. The pool hands out ids and counts owners; it knows no request, no
-row and no step. When a block may be reused after its owner lets go is the scheduler's business. Block 0 is
-the null block: padding writes there, and it is never handed out.
+`available` counts free and cached blocks. The pool hands out ids and counts owners; it knows no request and no row.
+Steps are numbers to it: fences, and the newest step that may touch a block. When a block may be reused after its owner
+lets go is its caller's business. Block 0 is the null block: padding writes there, and it is never handed out.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from collections.abc import Iterable, Sequence
 from asyncsched.request import TokenArray
 
 NULL_BLOCK = 0
+NO_STEP = -1
+FOREVER = 2**63 - 1  # no step has this number
 
 
 class BlockPool:
@@ -31,6 +35,10 @@ class BlockPool:
         self._cached: dict[int, None] = {}  # in order of release, the oldest first
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._fences: dict[int, list[int]] = {}  # by step
+        self._fenced: set[int] = set()
+        self._copied: dict[int, int] = {}  # held blocks that a copy may touch, and until which step
+        self._last_use = [NO_STEP] * (num_blocks + 1)
 
     @property
     def available(self) -> int:
@@ -45,8 +53,23 @@ class BlockPool:
         return len(self._cached)
 
     @property
+    def num_fenced(self) -> int:
+        return len(self._fenced)
+
+    @property
+    def num_coming(self) -> int:
+        """Fenced blocks that will be available once steps are collected; what is in quarantine never will."""
+        return sum(len(blocks) for blocks in self._fences.values())
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that are not in quarantine, and will not be once their owners let go."""
+        doomed = sum(until == FOREVER for until in self._copied.values())
+        return self.num_blocks - self.num_fenced + self.num_coming - doomed
+
+    @property
     def num_held(self) -> int:
-        return self.num_blocks - len(self._free) - len(self._cached)
+        return self.num_blocks - len(self._free) - len(self._cached) - len(self._fenced)
 
     def owners(self, block: int) -> int:
         return self._owners[block]
@@ -65,6 +88,25 @@ class BlockPool:
             self._owners[block] = 1
         return blocks
 
+    def num_quiet(self, collected: int) -> int:
+        """How many available blocks no step after `collected` touches."""
+        return sum(self._last_use[block] <= collected for blocks in (self._free, self._cached) for block in blocks)
+
+    def allocate_quiet(self, count: int, collected: int) -> list[int]:
+        """`count` blocks that a copy may write at once, on any lane. Ask `num_quiet` first."""
+        quiet = [block for block in self._free if self._last_use[block] <= collected][:count]
+        spare = [block for block in self._cached if self._last_use[block] <= collected][: count - len(quiet)]
+        if len(quiet) + len(spare) < count:
+            raise ValueError(f"{count} quiet blocks asked for, {len(quiet) + len(spare)} available")
+        for block in spare:
+            del self._cached[block]
+            del self._block_of[self._hash_of.pop(block)]
+        taken = set(quiet)
+        self._free = [block for block in self._free if block not in taken]
+        for block in quiet + spare:
+            self._owners[block] = 1
+        return quiet + spare
+
     def share(self, blocks: Iterable[int]) -> None:
         """Adds an owner to blocks that `match` returned."""
         for block in blocks:
@@ -72,25 +114,58 @@ class BlockPool:
                 del self._cached[block]
             self._owners[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Takes an owner from each block. The tail goes first, so that a prefix outlives what extends it."""
+    def release(self, blocks: Sequence[int], *, last_use: int = NO_STEP, fence: int | None = None) -> None:
+        """Takes an owner from each block. The tail goes first, so that a prefix outlives what extends it.
+
+        last_use  the newest step that may touch the blocks on the compute lane
+        fence     the step whose copies touch the blocks; they are not available before `settle(fence)`, not even when
+                  somebody else owns them until then
+        """
         for block in reversed(blocks):
             left = self._owners[block] - 1
             if left < 0:
                 raise ValueError(f"block {block} has no owner to release")
             self._owners[block] = left
-            if left == 0:
-                if block in self._hash_of:
-                    self._cached[block] = None
-                else:
-                    self._free.append(block)
+            self._last_use[block] = max(self._last_use[block], last_use)
+            until = max(self._copied.pop(block, NO_STEP), NO_STEP if fence is None else fence)
+            if left:
+                if until != NO_STEP:
+                    self._copied[block] = until
+            elif until == NO_STEP:
+                self._retire(block)
+            else:
+                self._fence(block, until)
+
+    def settle(self, step: int) -> None:
+        """The step was collected: what its copies touched is available again."""
+        for block in self._fences.pop(step, ()):
+            self._fenced.remove(block)
+            self._retire(block)
+        if self._copied:
+            self._copied = {block: until for block, until in self._copied.items() if until > step}
+
+    def quarantine(self, step: int, blocks: Iterable[int] = ()) -> set[int]:
+        """The step never came back: nobody gets its fenced blocks again, nor `blocks`, which it may still write.
+
+        Returns those of `blocks` that somebody owns; they go when they are given up.
+        """
+        self._fences.pop(step, None)
+        self._copied.update({block: FOREVER for block, until in self._copied.items() if until == step})
+        lost = set(blocks) - {NULL_BLOCK}
+        held = {block for block in lost if self._owners[block]}
+        self._copied.update(dict.fromkeys(held, FOREVER))
+        self._free = [block for block in self._free if block not in lost]
+        self._cached = {block: None for block in self._cached if block not in lost}
+        self._fences = {until: [b for b in fenced if b not in lost] for until, fenced in self._fences.items()}
+        self._fenced |= lost - held
+        return held
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """The longest run of blocks, from the start, whose content is committed and equal to `hashes`."""
         blocks: list[int] = []
         for digest in hashes:
             block = self._block_of.get(digest)
-            if block is None:
+            if block is None or block in self._fenced:
                 break
             blocks.append(block)
         return blocks
@@ -115,6 +190,17 @@ class BlockPool:
             self._forget_oldest()
         self._hash_of.clear()
         self._block_of.clear()
+
+    def _fence(self, block: int, until: int) -> None:
+        self._fenced.add(block)
+        if until != FOREVER:
+            self._fences.setdefault(until, []).append(block)
+
+    def _retire(self, block: int) -> None:
+        if block in self._hash_of:
+            self._cached[block] = None
+        else:
+            self._free.append(block)
 
     def _forget_oldest(self) -> None:
         block = next(iter(self._cached))

@@ -100,9 +100,10 @@ class Idle(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepFailure:
-    """Why a step has no tokens."""
+    """Why a step has no tokens. `stuck`: it may still touch its slot, rows and blocks (it timed out, say)."""
 
     cause: str
+    stuck: bool = False
 
 
 Effect = Host | Launch | Collect | Deliver | Idle
@@ -111,27 +112,30 @@ Pipeline = Generator[Effect, object, None]
 
 def pipeline(scheduler: Scheduler, inbox: Inbox) -> Pipeline:
     """Runs until the inbox is closed and everything submitted has ended."""
-    depth = scheduler.config.depth
+    slots = deque(range(scheduler.config.depth))  # free ones; a step that never came back keeps its slot
     in_flight: deque[tuple[StepPlan, object]] = deque()
-    slot = 0
     while True:
         notices = _apply(scheduler, inbox)
         if notices:
             yield Deliver(notices)
-        plan = scheduler.plan(slot) if len(in_flight) < depth else None
+        plan = scheduler.plan(slots[0]) if slots else None
         if plan is not None:
+            slots.popleft()
             yield Host("plan", plan)
             ticket = yield Launch(build_program(plan))
             in_flight.append((plan, ticket))
-            slot = (slot + 1) % depth
-            if len(in_flight) < depth:
+            if slots:
                 continue
         if in_flight:
             plan, ticket = in_flight.popleft()
             result = yield Collect(ticket, plan)
             output = _settle(scheduler, plan, result)
+            if not (isinstance(result, StepFailure) and result.stuck):
+                slots.append(plan.slot)
             yield Host("commit", plan)
             yield Deliver(output)
+        elif not slots and scheduler.has_requests:
+            yield Deliver(scheduler.fail_all("every I/O slot is held by a step that never came back"))
         elif inbox.closed and not len(inbox) and not scheduler.has_requests:
             return
         else:
@@ -140,7 +144,7 @@ def pipeline(scheduler: Scheduler, inbox: Inbox) -> Pipeline:
 
 def _settle(scheduler: Scheduler, plan: StepPlan, result: object) -> StepOutput:
     if isinstance(result, StepFailure):
-        return scheduler.fail(plan, result.cause)
+        return scheduler.fail(plan, result.cause, stuck=result.stuck)
     tokens: TokenArray = result  # type: ignore[assignment]  # Collect's contract
     return scheduler.commit(plan, tokens)
 

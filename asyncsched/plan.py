@@ -19,6 +19,16 @@ NO_STEP = -1
 NO_SOURCE = -1  # carry-over mask: this token is already on the host
 
 
+class BlockCopies(NamedTuple):
+    """Copies of whole KV blocks: `device[i]` in the device pool, `host[i]` in the host pool, int64[k] each."""
+
+    device: IndexArray
+    host: IndexArray
+
+
+NO_COPIES = BlockCopies(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """Step `step`, to run in I/O slot `slot`. Decode rows come first, then rows that prefill.
@@ -33,6 +43,8 @@ class StepPlan:
     sampled_ends  int64[m]  position the sampled token will have
     num_tokens    query tokens of the step
     bucket        batch size a pure decode step is padded to; 0 for a step that is not padded
+    offload       KV blocks copied to the host on d2h; a step may consist of nothing else
+    restore       KV blocks copied to the device on h2d, before the forward pass
     """
 
     step: int
@@ -47,6 +59,8 @@ class StepPlan:
     sampled_ends: IndexArray
     num_tokens: int
     bucket: int
+    offload: BlockCopies = NO_COPIES
+    restore: BlockCopies = NO_COPIES
 
     @property
     def num_seqs(self) -> int:
@@ -62,6 +76,7 @@ class StepShape(NamedTuple):
 
     kv_tokens   KV positions read, summed over rows
     attn_pairs  query-key pairs, summed over rows
+    offloaded_blocks, restored_blocks  KV blocks copied to and from the host
     """
 
     num_seqs: int
@@ -72,6 +87,8 @@ class StepShape(NamedTuple):
     kv_tokens: int
     attn_pairs: int
     bucket: int
+    offloaded_blocks: int = 0
+    restored_blocks: int = 0
 
     @classmethod
     def of(cls, plan: StepPlan, sliding_window: int | None = None) -> StepShape:
@@ -93,6 +110,8 @@ class StepShape(NamedTuple):
             kv_tokens,
             pairs,
             plan.bucket,
+            len(plan.offload.host),
+            len(plan.restore.host),
         )
 
 

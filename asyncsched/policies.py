@@ -33,6 +33,12 @@ class ReservationPolicy(Protocol):
     def reserved_tokens(self, request: RequestView) -> int: ...
 
 
+class PreemptionPolicy(Protocol):
+    """Says whether a victim's KV is copied to the host (as far as there is room) or computed again."""
+
+    def offloads(self, request: RequestView) -> bool: ...
+
+
 class Fcfs:
     """First come, first served. A preempted request keeps its place."""
 
@@ -89,6 +95,20 @@ class WorstCase:
         return request.num_prompt_tokens + request.max_tokens - 1  # the last token's KV is never written
 
 
+class Recompute:
+    """Gives the blocks up at once; the request starts over from its known tokens."""
+
+    def offloads(self, request: RequestView) -> bool:
+        return False
+
+
+class Offload:
+    """Copies the blocks to the host; they are usable once the copy is collected."""
+
+    def offloads(self, request: RequestView) -> bool:
+        return True
+
+
 ADMISSION: dict[str, type[AdmissionPolicy]] = {"fcfs": Fcfs, "priority": Priority, "shortest-prompt": ShortestPrompt}
 VICTIM: dict[str, type[VictimPolicy]] = {
     "latest-arrival": LatestArrival,
@@ -96,6 +116,7 @@ VICTIM: dict[str, type[VictimPolicy]] = {
     "least-progress": LeastProgress,
 }
 RESERVATION: dict[str, type[ReservationPolicy]] = {"optimistic": Optimistic, "worst-case": WorstCase}
+PREEMPTION: dict[str, type[PreemptionPolicy]] = {"recompute": Recompute, "offload": Offload}
 
 
 def load_admission(name: str) -> AdmissionPolicy:
@@ -110,6 +131,11 @@ def load_victim(name: str) -> VictimPolicy:
 
 def load_reservation(name: str) -> ReservationPolicy:
     policy: ReservationPolicy = _load("reservation", name, RESERVATION, "reserved_tokens")
+    return policy
+
+
+def load_preemption(name: str) -> PreemptionPolicy:
+    policy: PreemptionPolicy = _load("preemption", name, PREEMPTION, "offloads")
     return policy
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from asyncsched.config import EngineConfig
 from asyncsched.kv import NULL_BLOCK
+from asyncsched.request import Request
 
 NEVER = -1
 NO_TOKEN = -1
@@ -44,6 +45,7 @@ class Rows:
                 stopped     a content stop ended it: what else is computed for it is overshoot
                 num_blocks  entries of its block table, freed leading ones included; 0 once its blocks were given up
                 freed       leading blocks that left the sliding window
+                owner       the request that has the row, a list
 
     tokens is int32[capacity, max_model_len], table is int32[capacity, max_blocks_per_seq].
     """
@@ -68,6 +70,7 @@ class Rows:
         self.stopped = np.zeros(capacity, dtype=np.bool_)
         self.num_blocks = np.zeros(capacity, dtype=np.int64)
         self.freed = np.zeros(capacity, dtype=np.int64)
+        self.owner: list[Request | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
         self._journals: list[list[TableWrite]] = []
 

@@ -1,4 +1,4 @@
-"""The scheduler: who runs in the next step, on which KV blocks, and what a collected step means.
+"""The scheduler: who runs in the next step, and what a collected step means.
 
 Rules of this file, and of nothing else:
 
@@ -6,9 +6,7 @@ Rules of this file, and of nothing else:
 * `plan` and `commit` alternate in any pattern as long as at most `depth` plans are uncommitted and plans are
   committed in order. Each plan is all or nothing per request.
 * Settled quantities (known, computed) change in `commit`, optimistic ones (planned) in `plan`. See rows.py.
-* A block is given up at once, at finish, abort or eviction: whoever writes to it next is ordered behind its last use,
-  on the compute lane. A row is given up when the last step that names it is collected.
-* A prefix becomes shareable when the step that computed it is committed.
+* A row is given up when the last step that names it is collected; KV blocks have rules of their own, in residency.py.
 * An evicted request keeps its row until its late token is in; only then can it be admitted again.
 
 The decode path costs a fixed number of array operations per step, however many requests there are. Python loops run
@@ -17,16 +15,16 @@ over what changed: admissions, prefill chunks, evictions, finishes, block bounda
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterable
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
 
 from asyncsched.config import EngineConfig
-from asyncsched.kv import NULL_BLOCK, BlockPool, block_hash
+from asyncsched.decisions import describe
 from asyncsched.plan import NO_SOURCE, IndexArray, StepOutput, StepPlan
-from asyncsched.policies import Key, load_admission, load_reservation, load_victim
+from asyncsched.policy_set import PolicySet
+from asyncsched.queue import WaitingQueue
 from asyncsched.request import (
     NO_TOKENS,
     Finished,
@@ -38,6 +36,7 @@ from asyncsched.request import (
     StopMatcher,
     TokenArray,
 )
+from asyncsched.residency import Residency
 from asyncsched.rows import NEVER, NO_TOKEN, Rows
 
 NO_ROWS: IndexArray = np.zeros(0, dtype=np.int64)
@@ -70,27 +69,24 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, *, log: list[str] | None = None) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks)
         self.rows = Rows(config)
+        self.residency = Residency(config, self.rows)
+        self.policies = PolicySet(config)
         self.plans = 0  # calls of plan, the clock that arrivals and aborts are recorded by
         self.preemptions = 0
-        self._admission = load_admission(config.admission)
-        self._victim = load_victim(config.victim)
-        self._reservation = load_reservation(config.reservation)
         self._log = log
         self._active: dict[str, Request] = {}
-        self._owner: list[Request | None] = [None] * self.rows.capacity
-        self._waiting: list[tuple[Key, int, Request]] = []
+        self._waiting = WaitingQueue(self.policies)
         self._seated: dict[int, Request] = {}  # by row, in order of admission
         self._decode = NO_ROWS  # seated rows whose next query is one token, in order of admission
         self._prefilling: list[Request] = []
         self._finishing: dict[int, Request] = {}  # without a seat: every step they may have is planned
         self._draining: list[Request] = []  # gave up their blocks while a step names their row
+        self._lost: set[int] = set()  # rows of steps that never came back
         self._reserved = np.zeros(self.rows.capacity, dtype=np.int64)  # blocks promised at admission
         self._paused = False
         self._static_quota = 0
         self._next_step = 0
-        self._shareable_from = 0  # steps before this one wrote KV that no later request may share
         self._settled = NEVER  # the newest committed step
         self._totals = dict.fromkeys(Status, 0)
         self._num_submitted = 0
@@ -121,7 +117,7 @@ class Scheduler:
         )
         self._active[request_id] = request
         self._totals[Status.WAITING] += 1
-        self._enqueue(request)
+        self._waiting.push(request, self._view(request))
         self._note("submit {}", request_id)
         return None
 
@@ -134,14 +130,15 @@ class Scheduler:
         return self._end(request, FinishReason.ABORT)
 
     def pause(self, *, clear: bool = False) -> None:
-        """No step is planned until `resume`. `clear` evicts everybody and forgets prefixes (for new weights)."""
+        """No step is planned until `resume`. `clear` evicts everybody and forgets all KV (for new weights)."""
         self._note("pause clear={}", clear)
         self._paused = True
         if clear:
             for request in list(self._seated.values()):
-                self._evict(request)
-            self.pool.forget_prefixes()
-            self._shareable_from = self._next_step
+                self._evict(request, may_offload=False)
+            for request in self._waiting:
+                self.residency.drop_host_copy(request, self._settled)
+            self.residency.forget_prefixes(self._next_step)
 
     def resume(self) -> None:
         self._note("resume")
@@ -159,46 +156,67 @@ class Scheduler:
         chunks: list[Chunk] = []
         if self._prefilling or self._waiting:
             chunks = self._plan_prefills(rows, preemptions)
-        if not len(rows) and not chunks:
+        if not len(rows) and not chunks and not self.residency.has_copies:
             return None
         return self._seal(slot, rows, starts, chunks)
 
     def commit(self, plan: StepPlan, tokens: TokenArray) -> StepOutput:
         """Takes the tokens of the oldest uncommitted plan, int32[len(plan.sampled)], and settles what they mean."""
+        if len(tokens) != len(plan.sampled):
+            raise ValueError(f"step {plan.step} sampled {len(plan.sampled)} tokens, not {len(tokens)}")
         self._settled = plan.step
         r = self.rows
         r.computed[plan.rows] = plan.ends
+        self.residency.committed(plan)
         rows, ends = plan.sampled, plan.sampled_ends
         overshoot = 0
         live = r.live[rows]
         if np.count_nonzero(live) != len(rows):
             overshoot = int(np.count_nonzero(r.stopped[rows]))
             rows, ends, tokens = rows[live], ends[live], tokens[live]
+        finished: tuple[Finished, ...] = ()
+        valid = tokens.view(np.uint32) < self.config.vocab_size  # a negative token is a large number
+        if np.count_nonzero(valid) != len(rows):
+            finished = self._fail_tokens(rows[~valid], tokens[~valid])
+            rows, ends, tokens = rows[valid], ends[valid], tokens[valid]
         r.tokens[rows, ends] = tokens
         r.known[rows] = ends + 1
-        if self.config.enable_prefix_caching:
-            self._register_prefixes(plan)
         requests = r.request[rows]
         ended = (tokens == r.stop_token[rows]) | (ends >= r.last_end[rows])
-        finished: tuple[Finished, ...] = ()
         if np.count_nonzero(r.scrutinise[rows]):
-            requests, tokens, finished = self._commit_one_by_one(rows, ends, tokens)
+            requests, tokens, stopped = self._commit_one_by_one(rows, ends, tokens)
+            finished += stopped
         elif np.count_nonzero(ended):
-            finished = tuple(
-                self._end_of(row, end) for row, end in zip(rows[ended].tolist(), ends[ended].tolist(), strict=True)
-            )
-        if self.config.sliding_window is not None:
-            self._free_outside_window(plan)
+            pairs = zip(rows[ended].tolist(), ends[ended].tolist(), strict=True)
+            finished += tuple(self._end_of(row, end) for row, end in pairs)
         self._release_drained()
         return StepOutput(plan.step, requests, tokens, finished, overshoot)
 
-    def fail(self, plan: StepPlan, cause: str) -> StepOutput:
-        """The oldest uncommitted plan failed: its requests end with the cause, and so do their rows in later steps."""
+    def fail(self, plan: StepPlan, cause: str, *, stuck: bool = False) -> StepOutput:
+        """The oldest uncommitted plan failed: its requests end with the cause, and so do their rows in later steps.
+
+        `stuck` says that the step may still run: its rows, and the blocks it writes, are never used again.
+        """
         self._settled = plan.step
-        owners = [self._owner[row] for row in plan.rows[self.rows.live[plan.rows]].tolist()]
-        finished = tuple(self._end(request, FinishReason.ERROR, cause) for request in owners if request is not None)
+        self._note("fail step {} stuck={} {}", plan.step, stuck, cause)
+        if stuck:
+            self._lost.update(plan.rows.tolist())
+        owners = [self.rows.owner[row] for row in plan.rows[self.rows.live[plan.rows]].tolist()]
+        finished = [self._end(request, FinishReason.ERROR, cause) for request in owners if request is not None]
+        if stuck:
+            for row in self.residency.stuck(plan, self._waiting):
+                if row in self._seated:  # it got blocks that the step may still write: it starts over on others
+                    self._evict(self._seated[row], may_offload=False)
+            finished += self._end_unfit()
+        else:
+            self.residency.failed(plan, self._waiting)
         self._release_drained()
-        return StepOutput.of_notices(finished, plan.step)
+        return StepOutput.of_notices(tuple(finished), plan.step)
+
+    def fail_all(self, cause: str) -> StepOutput:
+        """The engine cannot run any more: every request ends with the cause. For when no step is in flight."""
+        finished = tuple(self._end(request, FinishReason.ERROR, cause) for request in list(self._active.values()))
+        return StepOutput.of_notices(finished)
 
     # ---- questions -------------------------------------------------------------------------------------------------
 
@@ -235,28 +253,27 @@ class Scheduler:
     def _plan_decodes(self) -> tuple[IndexArray, IndexArray]:
         """Every decoding row the budget allows, each with a block for its next position.
 
-        Evicts until the rest have their blocks. Rows nobody can make room for sit this step out.
+        Evicts until the rest have their blocks, unless enough are on their way. Rows left without sit this step out.
         """
-        r = self.rows
+        pool = self.residency.pool
         while True:
             rows = self._decode[: self.config.max_num_batched_tokens]
-            starts = r.planned[rows]
-            lacks = r.num_blocks[rows] * r.block_size <= starts
-            lacking = np.count_nonzero(lacks)
+            starts = self.rows.planned[rows]
+            lacks = self.residency.lacks_block(rows, starts)
+            lacking = int(np.count_nonzero(lacks))
             if not lacking:
                 return rows, starts
-            if lacking <= self.pool.available:
+            if lacking <= pool.available:
                 break
-            victim = self._choose_victim(set()) if len(self._seated) > 1 else None
+            victim = None
+            if len(self._seated) > 1 and lacking > pool.available + pool.num_coming:
+                victim = self._choose_victim(set())
             if victim is None:
-                has_block = ~lacks | (np.cumsum(lacks) <= self.pool.available)
+                has_block = ~lacks | (np.cumsum(lacks) <= pool.available)
                 rows, starts, lacks = rows[has_block], starts[has_block], lacks[has_block]
                 break
             self._evict(victim)
-        growing = rows[lacks]
-        if len(growing):
-            r.write_table(growing, r.num_blocks[growing], self.pool.allocate(len(growing)))
-            r.num_blocks[growing] += 1
+        self.residency.grow(rows[lacks])
         return rows, starts
 
     def _plan_prefills(self, decodes: IndexArray, preemptions: int) -> list[Chunk]:
@@ -275,8 +292,14 @@ class Scheduler:
             return chunks
         self._open_static_batch()
         while self._waiting and budget > 0:
-            chunk = self._admit(self._waiting[0][2], budget)
+            head = self._waiting.head
+            chunk = self._admit(head, budget)
+            if chunk is None and head.host_copy is not None and self._is_standing_still:
+                # Nothing that may still happen makes room for its copy: it computes again.
+                self.residency.drop_host_copy(head, self._settled)
+                chunk = self._admit(head, budget)
             if chunk is None:
+                self._static_quota = 0
                 break
             chunks.append(chunk)
             budget -= chunk.end - chunk.start
@@ -285,26 +308,23 @@ class Scheduler:
     def _continue_prefill(
         self, request: Request, budget: int, decodes: IndexArray, chunks: list[Chunk]
     ) -> Chunk | None:
-        r, row = self.rows, request.row
+        """As long a chunk as there are blocks for; evicts only where there is not one."""
+        r, pool, row = self.rows, self.residency.pool, request.row
         start = int(r.planned[row])
         end = min(int(r.known[row]), start + budget)
-        if r.missing_blocks(row, end) > self.pool.available:
+        if r.missing_blocks(row, start + 1) > pool.available + pool.num_coming:
             taken = {row, *decodes.tolist(), *(chunk.row for chunk in chunks)}
-            while r.missing_blocks(row, end) > self.pool.available:
-                victim = self._choose_victim(taken)
-                if victim is None:
-                    break
+            victim = self._choose_victim(taken)
+            while victim is not None and r.missing_blocks(row, start + 1) > pool.available + pool.num_coming:
                 self._evict(victim)
-        return self._allocate_chunk(row, start, end)
+                victim = self._choose_victim(taken)
+        end = self.residency.extend(row, end)
+        return Chunk(row, start, end) if end > start else None
 
-    def _allocate_chunk(self, row: int, start: int, end: int) -> Chunk | None:
-        """As much of the chunk as there are blocks for; None when that is nothing."""
-        r = self.rows
-        end = min(end, (int(r.num_blocks[row]) + self.pool.available) * r.block_size)
-        if end <= start:
-            return None
-        r.append_blocks(row, self.pool.allocate(r.missing_blocks(row, end)))
-        return Chunk(row, start, end)
+    @property
+    def _is_standing_still(self) -> bool:
+        """Nobody has a seat and no step is in flight: only an admission changes anything."""
+        return not self._seated and self._settled == self._next_step - 1
 
     def _open_static_batch(self) -> None:
         if self.config.batching == "static" and not self._seated and not self._finishing:
@@ -318,25 +338,31 @@ class Scheduler:
             return None
         if self.config.batching == "static" and self._static_quota == 0:
             return None
-        known = len(request.tokens)
-        shared = self._match_prefix(request)
-        start = len(shared) * self.config.block_size
+        known, size = len(request.tokens), self.config.block_size
+        shared = self.residency.match_prefix(request)
+        copy = request.host_copy
+        start = copy.end if copy else len(shared) * size
         if not self.config.enable_chunked_prefill and known - start > budget:
             return None
-        promised = max(self._promised_blocks(request), len(shared) + 1)
-        needed = promised - len(shared) + self.pool.num_unowned(shared)
-        if needed + self._outstanding_promises() > self.pool.available:
+        least = -(-(start + 1) // size) - (copy.freed if copy else 0)
+        promised = max(self._promised_blocks(request), least)
+        needed = promised - len(shared) + self.residency.pool.num_unowned(shared)
+        if needed + self._outstanding_promises() > self.residency.pool.available:
             return None
-        del self._waiting[0]
-        self.pool.share(shared)
-        row = self._seat(request, shared, start)
+        if not self.residency.can_restore(request):
+            return None
+        self._waiting.remove(request)
+        row = self._seat(request, start)
+        self.residency.share(row, shared)
+        self.residency.restore(request, row, self._next_step)
         self._reserved[row] = promised
-        chunk = self._allocate_chunk(row, start, min(known, start + budget))
+        end = self.residency.extend(row, min(known, start + budget))
         self._static_quota -= 1
-        self._note("admit {} cached={}", request.request_id, start)
-        return chunk
+        self._note("admit {} start={} restored={}", request.request_id, start, copy is not None)
+        return Chunk(row, start, end)
 
-    def _seat(self, request: Request, shared: list[int], start: int) -> int:
+    def _seat(self, request: Request, start: int) -> int:
+        """A row for the request, without blocks."""
         r = self.rows
         row = r.take()
         known = len(request.tokens)
@@ -351,9 +377,8 @@ class Scheduler:
         r.scrutinise[row] = bool(params.min_tokens or len(params.stop_token_ids) > 1 or request.matcher)
         r.live[row], r.stopped[row] = True, False
         r.num_blocks[row] = r.freed[row] = 0
-        r.append_blocks(row, shared)
+        r.owner[row] = request
         request.row = row
-        self._owner[row] = request
         self._seated[row] = request
         self._prefilling.append(request)
         self._set_status(request, Status.RUNNING)
@@ -388,9 +413,11 @@ class Scheduler:
             self._prefilling = [q for q in self._prefilling if r.planned[q.row] < r.known[q.row]]
         at_limit = sampled_ends >= r.last_end[sampled]
         if np.count_nonzero(at_limit):
+            self._static_quota = 0
             for row in sampled[at_limit].tolist():
                 self._finishing[row] = self._seated.pop(row)
             self._decode = self._decode[r.planned[self._decode] < r.last_end[self._decode]]
+        offload, restore = self.residency.take_copies()
         plan = StepPlan(
             step,
             slot,
@@ -404,6 +431,8 @@ class Scheduler:
             sampled_ends,
             num_tokens,
             0 if chunks else self._bucket(num_decodes),
+            offload,
+            restore,
         )
         if self._log is not None:
             self._log.append(describe(plan))
@@ -411,8 +440,8 @@ class Scheduler:
 
     def _bucket(self, num_decodes: int) -> int:
         buckets = self.config.decode_buckets
-        position = bisect_left(buckets, num_decodes)
-        return buckets[position] if position < len(buckets) else 0
+        place = bisect_left(buckets, num_decodes)
+        return buckets[place] if num_decodes and place < len(buckets) else 0
 
     # ---- eviction and reservations ---------------------------------------------------------------------------------
 
@@ -422,26 +451,31 @@ class Scheduler:
         Where every block is shared nobody frees one alone. Then the answer is to wait for what is in flight, and if
         nothing is, to evict in the policy's order until the last owner of some block is gone.
         """
+        pool, rows = self.residency.pool, self.rows
         candidates = [request for row, request in self._seated.items() if row not in taken]
-        freeing = [request for request in candidates if self.pool.num_sole(self.rows.blocks_of(request.row))]
-        if not freeing and self._settled < self._next_step - 1:
+        freeing = [request for request in candidates if pool.num_sole(rows.blocks_of(request.row))]
+        if not freeing and self._settled == self._next_step - 1:
+            freeing = [request for request in candidates if rows.num_blocks[request.row]]
+        if not freeing:
             return None
-        return max(
-            freeing or [request for request in candidates if self.rows.num_blocks[request.row]],
-            key=lambda request: (self._victim.victim_key(self._view(request)), request.number),
-            default=None,
-        )
+        return freeing[self.policies.choose_victim([self._view(request) for request in freeing])]
 
-    def _evict(self, request: Request) -> None:
-        """Takes seat and blocks; the request waits again, and starts over from the tokens it has by then."""
+    def _evict(self, request: Request, *, may_offload: bool = True) -> None:
+        """Takes seat and blocks; the request waits again, and goes on from the tokens it has by then."""
         row = request.row
         self.preemptions += 1
         request.num_preemptions += 1
-        self._note("evict {}", request.request_id)
-        self._give_up_blocks(row)
+        offloaded = (
+            may_offload
+            and self.policies.offloads(self._view(request))
+            and self.residency.offload(request, self._next_step)
+        )
+        if not offloaded:
+            self.residency.give_up(row)
+        self._note("evict {} offloaded={}", request.request_id, offloaded)
         self._leave(request)
         self._set_status(request, Status.WAITING)
-        self._enqueue(request)
+        self._waiting.push(request, self._view(request))
         if self.rows.last_step[row] > self._settled:
             self._draining.append(request)
         else:
@@ -449,10 +483,10 @@ class Scheduler:
 
     def _promised_blocks(self, request: Request) -> int:
         """Blocks the reservation policy wants for an admission, never more than the request can use or the pool has."""
-        tokens = self._reservation.reserved_tokens(self._view(request))
+        tokens = self.policies.reserved_tokens(self._view(request))
         if not self.config.enable_chunked_prefill:
             tokens = max(tokens, len(request.tokens))
-        return min(self._footprint(tokens), self.config.num_blocks)
+        return min(self.residency.footprint(tokens), self.residency.pool.num_usable)
 
     def _outstanding_promises(self) -> int:
         """Blocks promised to seated requests that they do not hold yet."""
@@ -461,15 +495,6 @@ class Scheduler:
         rows = np.fromiter(self._seated, dtype=np.int64, count=len(self._seated))
         held = self.rows.num_blocks[rows] - self.rows.freed[rows]
         return int(np.maximum(self._reserved[rows] - held, 0).sum())
-
-    def _footprint(self, tokens: int) -> int:
-        """Blocks that `tokens` positions take at one time; a sliding window bounds it by the window and one chunk."""
-        blocks = -(-tokens // self.config.block_size)
-        window = self.config.sliding_window
-        if window is None:
-            return blocks
-        chunk = min(tokens, self.config.max_num_batched_tokens)
-        return min(blocks, -(-(window - 1 + chunk) // self.config.block_size) + 1)
 
     def _why_never(self, request_id: str, prompt: int, params: SamplingParams) -> str:
         """Why a request can never run, with the numbers; empty when it can."""
@@ -482,11 +507,9 @@ class Scheduler:
         sizes = f"prompt {prompt} + max_tokens {params.max_tokens} = {total} tokens"
         if total > config.max_model_len:
             return f"{sizes}, over max_model_len {config.max_model_len}"
-        blocks = -(-(total - 1) // config.block_size)  # the last token's KV is never written
-        if config.sliding_window is not None:
-            blocks = min(blocks, -(-(config.sliding_window - 1) // config.block_size) + 1)
-        if blocks > config.num_blocks:
-            return f"{sizes}: {blocks} KV blocks of {config.block_size}, over num_blocks {config.num_blocks}"
+        blocks, usable = self.residency.least_blocks(total - 1), self.residency.pool.num_usable
+        if blocks > usable:  # the last token's KV is never written
+            return f"{sizes}: {blocks} KV blocks of {config.block_size}, over num_blocks {usable}"
         if not config.enable_chunked_prefill and total - 1 > config.max_num_batched_tokens:
             return f"{sizes}, over max_num_batched_tokens {config.max_num_batched_tokens} with chunked prefill off"
         return ""
@@ -501,12 +524,13 @@ class Scheduler:
         delivered: list[int] = []
         finished: list[Finished] = []
         for row, end, token in zip(rows.tolist(), ends.tolist(), tokens.tolist(), strict=True):
-            request = self._owner[row]
+            request = self.rows.owner[row]
             assert request is not None  # the row is live
             at_limit = end >= int(self.rows.last_end[row])
             stopped, held = self._scrutinise(request, end, token)
-            first = request.num_prompt_tokens + request.num_released
-            last = end + 1 - (0 if stopped or at_limit else held)
+            # Only requests that are looked at alone hold anything back: the others' earlier tokens are all out.
+            first = request.num_prompt_tokens + request.num_released if self.rows.scrutinise[row] else end
+            last = max(first, end + 1 - (0 if stopped or at_limit else held))  # what is out cannot be held back
             delivered += self.rows.tokens[row, first:last].tolist()
             requests += [request.number] * (last - first)
             request.num_released += last - first
@@ -526,7 +550,7 @@ class Scheduler:
 
     def _end_of(self, row: int, end: int) -> Finished:
         """Ends a request whose stops one comparison decides: the last token the limit allows, or the stop token."""
-        request = self._owner[row]
+        request = self.rows.owner[row]
         assert request is not None  # the row is live
         is_stop = int(self.rows.tokens[row, end]) == int(self.rows.stop_token[row])
         return self._end(request, FinishReason.STOP if is_stop else FinishReason.LENGTH)
@@ -536,11 +560,12 @@ class Scheduler:
         row = request.row
         status = Status.ABORTED if reason is FinishReason.ABORT else Status.FINISHED
         if request.status is Status.WAITING:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not request]
+            self._waiting.remove(request)
+            self.residency.drop_host_copy(request, self._settled)
         outputs = request.tokens[request.num_prompt_tokens :]
         if row >= 0:
             outputs = self.rows.tokens[row, request.num_prompt_tokens : self.rows.known[row]].copy()
-            self._give_up_blocks(row)
+            self.residency.give_up(row)
             self._leave(request)
             self.rows.live[row] = False
             self.rows.stopped[row] = reason is FinishReason.STOP
@@ -555,7 +580,8 @@ class Scheduler:
         return Finished(request.request_id, request.number, reason, outputs, message)
 
     def _leave(self, request: Request) -> None:
-        """Takes a request out of the running batch."""
+        """Takes a request out of the running batch, which admits nobody else then if it is a static one."""
+        self._static_quota = 0
         row = request.row
         if self._seated.pop(row, None) is None:
             self._finishing.pop(row, None)
@@ -565,9 +591,26 @@ class Scheduler:
         else:
             self._decode = self._decode[self._decode != row]
 
-    def _give_up_blocks(self, row: int) -> None:
-        self.pool.release(self.rows.blocks_of(row))
-        self.rows.num_blocks[row] = self.rows.freed[row] = 0
+    def _fail_tokens(self, rows: IndexArray, tokens: TokenArray) -> tuple[Finished, ...]:
+        """Ends the requests whose sampled tokens are no tokens: NaN logits, or a fault of the executor."""
+        finished = []
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            request = self.rows.owner[row]
+            assert request is not None  # the row is live
+            message = f"sampled token {token} is outside the vocabulary of {self.config.vocab_size}"
+            finished.append(self._end(request, FinishReason.ERROR, message))
+        return tuple(finished)
+
+    def _end_unfit(self) -> list[Finished]:
+        """Ends requests that blocks in quarantine leave no room for."""
+        usable = self.residency.pool.num_usable
+        unfit = [
+            request
+            for request in self._active.values()
+            if self.residency.least_blocks(request.max_total_tokens - 1) > usable
+        ]
+        message = f"its KV does not fit the {usable} blocks that are left after steps that never came back"
+        return [self._end(request, FinishReason.ERROR, message) for request in unfit]
 
     def _release_drained(self) -> None:
         if self._draining:
@@ -582,63 +625,12 @@ class Scheduler:
         row = request.row
         request.tokens = self.rows.tokens[row, : self.rows.known[row]].copy()
         self.rows.live[row] = False
-        self.rows.give_back(row)
-        self._owner[row] = None
+        self.rows.owner[row] = None
         request.row = -1
-
-    def _free_outside_window(self, plan: StepPlan) -> None:
-        """Frees blocks no query can see any more, by what is settled: steps in flight still read behind `planned`."""
-        window = self.config.sliding_window
-        assert window is not None
-        r = self.rows
-        rows = plan.rows[r.num_blocks[plan.rows] > 0]
-        visible = np.maximum(r.computed[rows] - window + 1, 0) // r.block_size
-        moved = visible > r.freed[rows]
-        for row, first in zip(rows[moved].tolist(), visible[moved].tolist(), strict=True):
-            columns = np.arange(int(r.freed[row]), first)
-            self.pool.release(r.table[row, columns].tolist())
-            r.write_table(np.full(len(columns), row), columns, [NULL_BLOCK] * len(columns))
-            r.freed[row] = first
-
-    # ---- prefixes --------------------------------------------------------------------------------------------------
-
-    def _match_prefix(self, request: Request) -> list[int]:
-        """Committed blocks that hold the start of the request, at least one token short of all of it."""
-        if not self.config.enable_prefix_caching:
-            return []
-        usable = min((len(request.tokens) - 1) // self.config.block_size, self.config.num_blocks - 1)
-        return self.pool.match(self._hashes(request, request.tokens, usable)[:usable])
-
-    def _register_prefixes(self, plan: StepPlan) -> None:
-        """Makes the blocks this step filled shareable; rows that gave up their blocks have none to share."""
-        if plan.step < self._shareable_from:
-            return
-        r = self.rows
-        size = r.block_size
-        before, after = plan.starts // size, plan.ends // size
-        for position in np.flatnonzero((after > before) & (r.num_blocks[plan.rows] > 0)).tolist():
-            row = int(plan.rows[position])
-            request = self._owner[row]
-            assert request is not None  # it holds blocks
-            last = int(after[position])
-            hashes = self._hashes(request, r.tokens[row], last)
-            for column in range(max(int(before[position]), int(r.freed[row])), last):
-                self.pool.register(int(r.table[row, column]), hashes[column])
-
-    def _hashes(self, request: Request, tokens: TokenArray, count: int) -> list[bytes]:
-        """Chained hashes of at least the first `count` blocks of a request."""
-        if request.hashes is None:
-            request.hashes = []
-        hashes = request.hashes
-        size = self.config.block_size
-        for block in range(len(hashes), count):
-            hashes.append(block_hash(hashes[-1] if hashes else b"", tokens[block * size : (block + 1) * size]))
-        return hashes
+        if row not in self._lost:
+            self.rows.give_back(row)
 
     # ---- small things ----------------------------------------------------------------------------------------------
-
-    def _enqueue(self, request: Request) -> None:
-        insort(self._waiting, (self._admission.admission_key(self._view(request)), request.number, request))
 
     def _view(self, request: Request) -> RequestView:
         row = request.row
@@ -660,13 +652,3 @@ class Scheduler:
     def _note(self, line: str, *values: object) -> None:
         if self._log is not None:
             self._log.append(f"before plan {self.plans}: " + line.format(*values))
-
-
-def describe(plan: StepPlan) -> str:
-    """A plan as one line of the decision log: equal decisions, equal lines."""
-    parts: Iterable[str] = (
-        f"{request}[{start}:{end}]"
-        for request, start, end in zip(plan.requests.tolist(), plan.starts.tolist(), plan.ends.tolist(), strict=True)
-    )
-    carry = ",".join(str(source) for source in plan.carry.tolist())
-    return f"step {plan.step} slot {plan.slot} bucket {plan.bucket}: {' '.join(parts)} carry {carry}"

@@ -13,7 +13,8 @@ IDLE_CAUSES = ("host", "h2d", "output_sync", "no_work")
 
 
 class Span(NamedTuple):
-    """One operation on one lane. `size` is sequences for host work, bytes for copies, tokens for compute."""
+    """One operation on one lane. `size` is sequences for host work, bytes for copies (KV blocks for
+    offload and restore), tokens for compute."""
 
     lane: str
     name: str

@@ -35,11 +35,27 @@ class CostModel(Protocol):
 
     def d2h_ns(self, shape: StepShape, step: int) -> int: ...
 
+    def offload_ns(self, shape: StepShape, step: int) -> int:
+        """KV blocks to the host, on d2h."""
+
+    def restore_ns(self, shape: StepShape, step: int) -> int:
+        """KV blocks from the host, on h2d."""
+
     def forward_ns(self, shape: StepShape, step: int) -> int:
         """Carry-over, forward pass and sampling."""
 
     def output_sync_ns(self) -> int:
         """The compute lane held, but not active, after each step."""
+
+
+def h2d_bytes(shape: StepShape) -> int:
+    """Inputs of a step."""
+    return H2D_BYTES_PER_TOKEN * shape.num_tokens + H2D_BYTES_PER_SEQ * shape.num_seqs
+
+
+def d2h_bytes(shape: StepShape) -> int:
+    """Sampled tokens of a step."""
+    return D2H_BYTES_PER_SAMPLE * shape.num_samples
 
 
 class HostCosts(Section):
@@ -57,12 +73,13 @@ class HostCosts(Section):
 
 class CopyCosts(Section):
     """A copy: latency + bytes / bandwidth. A bandwidth not given is the device's `pcie_gb_s` with a roofline, and
-    without limit with constants."""
+    without limit with constants. `kv_bytes_per_token` sizes offloaded KV; with a roofline it follows from the model."""
 
     h2d_latency_us: Time = 0.0
     h2d_gb_s: Rate | None = None
     d2h_latency_us: Time = 0.0
     d2h_gb_s: Rate | None = None
+    kv_bytes_per_token: Rate | None = None
 
 
 class ConstantGpu(Section):
@@ -164,10 +181,17 @@ class Jitter(Section):
 class LaneCosts:
     """The prices of a scenario's sections. Everything is worked out beforehand: a call is a few multiplications."""
 
-    __slots__ = ("_contention", "_d2h", "_forward", "_h2d", "_host", "_output_sync")
+    __slots__ = ("_contention", "_d2h", "_forward", "_h2d", "_host", "_offload", "_output_sync", "_restore")
 
     def __init__(
-        self, host: HostCosts, copy: CopyCosts, gpu: ConstantGpu | RooflineGpu, overlap: Overlap, depth: int
+        self,
+        host: HostCosts,
+        copy: CopyCosts,
+        gpu: ConstantGpu | RooflineGpu,
+        overlap: Overlap,
+        *,
+        depth: int,
+        block_size: int,
     ) -> None:
         ns = 1e3 * host.scale
         self._host = {
@@ -180,6 +204,10 @@ class LaneCosts:
         h2d, d2h = _ns_per_byte(copy.h2d_gb_s or link), _ns_per_byte(copy.d2h_gb_s or link)
         self._h2d = (copy.h2d_latency_us * 1e3, H2D_BYTES_PER_TOKEN * h2d, H2D_BYTES_PER_SEQ * h2d)
         self._d2h = (copy.d2h_latency_us * 1e3, D2H_BYTES_PER_SAMPLE * d2h)
+        kv_bytes = gpu.model.kv_bytes_per_token if isinstance(gpu, RooflineGpu) else 0.0
+        block_bytes = (copy.kv_bytes_per_token or kv_bytes) * block_size
+        self._offload = (copy.d2h_latency_us * 1e3, block_bytes * d2h)
+        self._restore = (copy.h2d_latency_us * 1e3, block_bytes * h2d)
         self._forward = gpu.pricer()
         self._contention = overlap.gpu_contention if depth > 1 else 1.0
         self._output_sync = round(overlap.exposed_output_sync_us * 1e3) if depth > 1 else 0
@@ -195,6 +223,14 @@ class LaneCosts:
     def d2h_ns(self, shape: StepShape, step: int) -> int:
         latency, per_sample = self._d2h
         return round(latency + per_sample * shape.num_samples)
+
+    def offload_ns(self, shape: StepShape, step: int) -> int:
+        latency, per_block = self._offload
+        return round(latency + per_block * shape.offloaded_blocks)
+
+    def restore_ns(self, shape: StepShape, step: int) -> int:
+        latency, per_block = self._restore
+        return round(latency + per_block * shape.restored_blocks)
 
     def forward_ns(self, shape: StepShape, step: int) -> int:
         return round(self._forward(shape) * self._contention)
@@ -212,7 +248,8 @@ class JitteredCosts:
         self._costs = costs
         self._seed = seed
         self._sigmas = dict.fromkeys(_HOST_STREAMS.values(), jitter.host_sigma)
-        self._sigmas |= {Stream.H2D: jitter.copy_sigma, Stream.D2H: jitter.copy_sigma, Stream.FORWARD: jitter.gpu_sigma}
+        copies = (Stream.H2D, Stream.D2H, Stream.OFFLOAD, Stream.RESTORE)
+        self._sigmas |= dict.fromkeys(copies, jitter.copy_sigma) | {Stream.FORWARD: jitter.gpu_sigma}
         self._blocks: dict[Stream, tuple[int, list[float]]] = dict.fromkeys(self._sigmas, (-1, []))
 
     def host_ns(self, kind: str, shape: StepShape, step: int) -> int:
@@ -223,6 +260,12 @@ class JitteredCosts:
 
     def d2h_ns(self, shape: StepShape, step: int) -> int:
         return round(self._costs.d2h_ns(shape, step) * self._multiplier(Stream.D2H, step))
+
+    def offload_ns(self, shape: StepShape, step: int) -> int:
+        return round(self._costs.offload_ns(shape, step) * self._multiplier(Stream.OFFLOAD, step))
+
+    def restore_ns(self, shape: StepShape, step: int) -> int:
+        return round(self._costs.restore_ns(shape, step) * self._multiplier(Stream.RESTORE, step))
 
     def forward_ns(self, shape: StepShape, step: int) -> int:
         return round(self._costs.forward_ns(shape, step) * self._multiplier(Stream.FORWARD, step))

@@ -30,6 +30,8 @@ class Stream(IntEnum):
     ARRIVAL = 9
     PRIORITY = 10
     TOKENS = 11
+    OFFLOAD = 12
+    RESTORE = 13
 
 
 def generator(seed: int, stream: Stream, block: int = 0) -> np.random.Generator:

@@ -18,11 +18,11 @@ from asyncsched.errors import AsyncschedError
 from asyncsched.metrics import ServingMetrics
 from asyncsched.pipeline import Collect, Deliver, Host, Idle, Inbox, Launch, pipeline
 from asyncsched.plan import StepOutput, StepPlan, StepShape
-from asyncsched.program import Event, Lane, OpKind, StepProgram
+from asyncsched.program import Event, Lane, Op, OpKind, StepProgram
 from asyncsched.request import FinishReason, TokenArray
 from asyncsched.scheduler import Scheduler
 from asyncsched.timeline import LaneAccount, Span, StepTimes, Timeline
-from sim.costs import CostModel
+from sim.costs import CostModel, d2h_bytes, h2d_bytes
 
 TEXT, END = 0, 1  # the simulated model's vocabulary: a token, and the token that ends a request
 
@@ -98,7 +98,7 @@ class SimEngine:
     def _planned(self, plan: StepPlan) -> None:
         self._shape = StepShape.of(plan, self.scheduler.config.sliding_window)
         self.steps += 1
-        self.kv_peak = max(self.kv_peak, self.scheduler.pool.num_held)
+        self.kv_peak = max(self.kv_peak, self.scheduler.residency.pool.num_held)
 
     def _host(self, kind: str, plan: StepPlan) -> None:
         """Host work: the host's clock advances by its price."""
@@ -127,17 +127,22 @@ class SimEngine:
             elif kind is OpKind.FILL:
                 self._host("fill", plan)
             elif kind is OpKind.H2D:
-                self._copy(lane, costs.h2d_ns(shape, step), plan, plan.num_tokens)
+                self._copy(op, costs.h2d_ns(shape, step), plan, h2d_bytes(shape))
+            elif kind is OpKind.RESTORE:
+                self._copy(op, costs.restore_ns(shape, step), plan, shape.restored_blocks)
+            elif kind is OpKind.OFFLOAD:
+                self._copy(op, costs.offload_ns(shape, step), plan, shape.offloaded_blocks)
             elif kind is OpKind.FORWARD:  # the price of the carry-over is in that of the forward pass
-                self._forward(plan, costs.forward_ns(shape, step))
+                self._forward(plan, costs.forward_ns(shape, step) if plan.num_tokens else 0)
             elif kind is OpKind.D2H:
-                self._copy(lane, costs.d2h_ns(shape, step), plan, len(plan.sampled))
+                self._copy(op, costs.d2h_ns(shape, step), plan, d2h_bytes(shape))
 
-    def _copy(self, lane: Lane, duration: int, plan: StepPlan, size: int) -> None:
+    def _copy(self, op: Op, duration: int, plan: StepPlan, size: int) -> None:
+        lane = op.lane
         start = max(self._free_ns[lane], self._free_ns[Lane.HOST])
         self._free_ns[lane] = start + duration
         self.account.busy[lane.value] += duration
-        self._span(lane, lane.value, plan, start, start + duration, size)
+        self._span(lane, op.kind.value, plan, start, start + duration, size)
 
     def _forward(self, plan: StepPlan, duration: int) -> None:
         enqueued, output_sync = self._free_ns[Lane.HOST], self.costs.output_sync_ns()
@@ -174,7 +179,7 @@ class SimEngine:
         if len(self.inbox):  # something came while notices were delivered
             return
         if self.inbox.closed:
-            raise StuckError(f"{self.scheduler.counts} with {self.scheduler.pool.available} blocks available")
+            raise StuckError(f"{self.scheduler.counts} with {self.scheduler.residency.pool.available} blocks available")
         start = self._free_ns[Lane.HOST]
         self._wake = self.env.event()
         yield self._wake

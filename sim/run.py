@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import simpy
 
+from asyncsched.errors import PolicyError
 from asyncsched.metrics import ServingMetrics
 from asyncsched.pipeline import Submit
 from asyncsched.request import FinishReason, SamplingParams, TokenArray
@@ -76,7 +77,10 @@ class Result:
 def simulate(
     scenario: Scenario, *, spans: bool = False, decisions: bool = False, progress: Progress | None = None
 ) -> Result:
-    """Runs a scenario to its end. `spans` keeps a timeline, `decisions` the decision log. Raises ConfigError."""
+    """Runs a scenario to its end. `spans` keeps a timeline, `decisions` the decision log.
+
+    Raises ConfigError, and PolicyError where a policy failed: what it was replaced by is not what was asked about.
+    """
     started = time.perf_counter()
     config = scenario.engine_config()
     arrivals = scenario.workload_arrivals()
@@ -92,6 +96,8 @@ def simulate(
         env.run(run)
     else:
         _run_with_progress(env, run, engine, sum(a.output_tokens for a in arrivals), progress)
+    if scheduler.policies.faults:
+        raise PolicyError(scheduler.policies.faults[0])
     return Result(
         scenario,
         engine.metrics,

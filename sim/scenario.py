@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, create_model, model
 
 from asyncsched.config import Batching, EngineConfig
 from asyncsched.errors import ConfigError
-from asyncsched.policies import load_admission, load_reservation, load_victim
+from asyncsched.policy_set import PolicySet
 from sim.azure import PACKAGED
 from sim.costs import CopyCosts, CostModel, GpuCosts, HostCosts, Jitter, JitteredCosts, LaneCosts, Overlap
 from sim.spec import Count, Section, unknown, validate
@@ -56,10 +56,7 @@ _ENGINE_SECTION = _engine_section()
 def _check_engine(data: dict[str, Any]) -> dict[str, Any]:
     section = validate(_ENGINE_SECTION, data)
     values = section.model_dump()
-    EngineConfig(**values)
-    load_admission(values["admission"])
-    load_victim(values["victim"])
-    load_reservation(values["reservation"])
+    PolicySet(EngineConfig(**values))  # loads every policy, and says which one cannot be
     return values
 
 
@@ -100,7 +97,9 @@ class Scenario(Section):
         return EngineConfig(depth=self.depth, batching=batching, **self.engine)
 
     def costs(self) -> CostModel:
-        costs = LaneCosts(self.host, self.copies, self.gpu, self.overlap, self.depth)
+        costs = LaneCosts(
+            self.host, self.copies, self.gpu, self.overlap, depth=self.depth, block_size=self.engine["block_size"]
+        )
         return costs if self.jitter.kind == "none" else JitteredCosts(costs, self.jitter, self.seed)
 
     def workload_arrivals(self) -> list[Arrival]:
@@ -159,13 +158,17 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
 
 
 def override_values(data: Mapping[str, Any], values: Mapping[str, object]) -> dict[str, Any]:
-    """`data` with each dotted key set to a value. A new `mode` or `depth` replaces the other's old value as well."""
+    """`data` with each dotted key set to a value; a name of the engine needs no `engine.` before it.
+
+    A new `mode` or `depth` replaces the other's old value as well.
+    """
     result = deepcopy(dict(data))
     if "depth" in values and "mode" not in values and result.get("mode") != "static":
         result.pop("mode", None)
     if "mode" in values and "depth" not in values:
         result.pop("depth", None)
-    for dotted, value in values.items():
+    for name, value in values.items():
+        dotted = f"engine.{name}" if name in _ENGINE_SECTION.model_fields else name
         *parents, key = dotted.split(".")
         table = result
         for depth, parent in enumerate(parents):

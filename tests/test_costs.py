@@ -36,7 +36,7 @@ def prefill(tokens: int, samples: int = 1) -> StepShape:
 
 
 def lanes(host=None, copy=None, gpu=CONSTANT, overlap=None, depth=2) -> LaneCosts:
-    return LaneCosts(host or HostCosts(), copy or CopyCosts(), gpu, overlap or Overlap(), depth)
+    return LaneCosts(host or HostCosts(), copy or CopyCosts(), gpu, overlap or Overlap(), depth=depth, block_size=16)
 
 
 def roofline(**keys) -> RooflineGpu:
