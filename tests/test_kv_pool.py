@@ -1,0 +1,197 @@
+"""The block pool against a model so naive that it is obviously right: lists, and scans where the pool has an index."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncsched.kv import FOREVER, NO_STEP, NULL_BLOCK, BlockPool, block_hash
+
+CONTENTS = [bytes([content]) for content in range(6)]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Holders own blocks as requests do: they allocate, share what matches, register, and let go of all they own.
+
+    held      one list of blocks per holder
+    free      never-used content, the next to be handed out last
+    cached    released but registered, the oldest first
+    fenced    released, and until which step a copy may touch them, the oldest first
+    copied    held, and until which step a copy may touch them
+    names     content by block
+    used      newest step that may touch a block on the compute lane
+    """
+
+    @initialize(count=st.integers(1, 9))
+    def start(self, count: int) -> None:
+        self.count = count
+        self.pool = BlockPool(count)
+        self.step = NO_STEP  # the newest one that is collected
+        self.held: list[list[int]] = []
+        self.free = list(range(count, 0, -1))
+        self.cached: list[int] = []
+        self.fenced: dict[int, int] = {}
+        self.copied: dict[int, int] = {}
+        self.names: dict[int, bytes] = {}
+        self.used = dict.fromkeys(range(1, count + 1), NO_STEP)
+
+    @rule(data=st.data())
+    def allocate(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(0, len(self.free) + len(self.cached)))
+        while len(self.free) < count:
+            oldest = self.cached.pop(0)
+            del self.names[oldest]
+            self.free.append(oldest)
+        expected = [self.free.pop() for _ in range(count)]
+        assert self.pool.allocate(count) == expected
+        self.held.append(expected)
+
+    @rule(extra=st.integers(1, 3))
+    def allocate_too_many(self, extra: int) -> None:
+        with pytest.raises(ValueError, match="asked for"):
+            self.pool.allocate(len(self.free) + len(self.cached) + extra)
+        with pytest.raises(ValueError, match="asked for"):
+            self.pool.allocate_quiet(len(self.quiet()) + extra, self.step)
+
+    @rule(data=st.data())
+    def allocate_quiet(self, data: st.DataObject) -> None:
+        quiet = self.quiet()
+        expected = quiet[: data.draw(st.integers(0, len(quiet)))]
+        assert self.pool.num_quiet(self.step) == len(quiet)
+        assert self.pool.allocate_quiet(len(expected), self.step) == expected
+        for block in expected:
+            if block in self.cached:
+                del self.names[block]
+        self.free = [block for block in self.free if block not in expected]
+        self.cached = [block for block in self.cached if block not in expected]
+        self.held.append(expected)
+
+    @rule(wanted=st.lists(st.sampled_from(CONTENTS), min_size=1, max_size=4, unique=True))
+    def match_and_share(self, wanted: list[bytes]) -> None:
+        matched = []
+        for content in wanted:
+            named = [block for block, name in self.names.items() if name == content and block not in self.fenced]
+            if not named:
+                break
+            matched += named
+        assert self.pool.match(wanted) == matched
+        unowned = [block for block in matched if block in self.cached]
+        assert self.pool.num_unowned(matched) == len(unowned)
+        self.pool.share(matched)
+        self.cached = [block for block in self.cached if block not in unowned]
+        self.held.append(matched)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), last_use=st.integers(0, 3), fence=st.one_of(st.none(), st.none(), st.integers(1, 3)))
+    def release(self, data: st.DataObject, last_use: int, fence: int | None) -> None:
+        blocks = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        assert self.pool.num_sole(blocks) == sum(self.owners(block) == 0 for block in blocks)
+        newest, until = self.step + last_use, None if fence is None else self.step + fence
+        self.pool.release(blocks, last_use=newest, fence=until)
+        for block in reversed(blocks):
+            self.used[block] = max(self.used[block], newest)
+            touched = max(self.copied.pop(block, NO_STEP), NO_STEP if until is None else until)
+            if touched == NO_STEP:
+                if self.owners(block) == 0:
+                    self.retire(block)
+            else:
+                (self.copied if self.owners(block) else self.fenced)[block] = touched
+
+    @rule()
+    def settle(self) -> None:
+        self.step += 1
+        self.pool.settle(self.step)
+        for block in [block for block, until in self.fenced.items() if until == self.step]:
+            del self.fenced[block]
+            self.retire(block)
+        self.copied = {block: until for block, until in self.copied.items() if until > self.step}
+
+    @rule(data=st.data(), chance=st.integers(0, 3))
+    def quarantine(self, data: st.DataObject, chance: int) -> None:
+        if chance:  # now and then only, as it is for ever
+            return
+        self.step += 1
+        lost = data.draw(st.sets(st.integers(NULL_BLOCK, self.count), max_size=2))
+        owned = {block for block in lost if self.owners(block)}
+        assert self.pool.quarantine(self.step, lost) == owned
+        for touched in (self.fenced, self.copied):
+            touched.update({block: FOREVER for block, until in touched.items() if until == self.step})
+        self.copied.update(dict.fromkeys(owned, FOREVER))
+        self.fenced.update(dict.fromkeys(lost - owned - {NULL_BLOCK}, FOREVER))
+        self.free = [block for block in self.free if block not in lost]
+        self.cached = [block for block in self.cached if block not in lost]
+
+    @precondition(lambda self: any(self.held))
+    @rule(data=st.data(), content=st.sampled_from(CONTENTS))
+    def register(self, data: st.DataObject, content: bytes) -> None:
+        block = data.draw(st.sampled_from([block for blocks in self.held for block in blocks]))
+        self.pool.register(block, content)
+        if block not in self.names and content not in self.names.values():
+            self.names[block] = content
+
+    @rule()
+    def forget_prefixes(self) -> None:
+        self.pool.forget_prefixes()
+        self.free += self.cached
+        self.cached = []
+        self.names = {}
+
+    @rule(data=st.data())
+    def release_what_nobody_owns(self, data: st.DataObject) -> None:
+        block = data.draw(st.integers(1, self.count))
+        if self.owners(block) == 0:
+            with pytest.raises(ValueError, match="no owner"):
+                self.pool.release([block])
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "pool"):  # before `start`
+            return
+        pool, blocks = self.pool, range(1, self.count + 1)
+        owners = [self.owners(block) for block in blocks]
+        assert [pool.owners(block) for block in blocks] == owners
+        assert pool.owners(NULL_BLOCK) == 0
+        lost = sum(until == FOREVER for until in self.fenced.values())
+        assert (pool.num_free, pool.num_cached) == (len(self.free), len(self.cached))
+        assert (pool.num_fenced, pool.num_coming) == (len(self.fenced), len(self.fenced) - lost)
+        assert pool.num_held == sum(count > 0 for count in owners)
+        assert pool.num_usable == self.count - lost
+        assert pool.available == len(self.free) + len(self.cached)
+        assert pool.available + pool.num_held + pool.num_fenced == self.count
+
+    def owners(self, block: int) -> int:
+        return sum(blocks.count(block) for blocks in self.held)
+
+    def quiet(self) -> list[int]:
+        return [block for block in self.free + self.cached if self.used[block] <= self.step]
+
+    def retire(self, block: int) -> None:
+        (self.cached if block in self.names else self.free).append(block)
+
+
+PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+test_pool_agrees_with_a_naive_model = PoolMachine.TestCase
+
+
+def test_the_tail_of_a_prefix_is_given_up_before_its_head():
+    pool = BlockPool(3)
+    blocks = pool.allocate(3)
+    for block, content in zip(blocks, CONTENTS, strict=False):
+        pool.register(block, content)
+    pool.release(blocks)
+    pool.allocate(1)
+    assert pool.match(CONTENTS[:3]) == blocks[:2]
+
+
+def test_a_block_hash_names_the_tokens_and_all_before_them():
+    tokens = np.arange(4, dtype=np.int32)
+    root = block_hash(b"", tokens)
+    assert root == hashlib.blake2b(struct.pack("<4i", 0, 1, 2, 3), digest_size=16).digest()  # equal on every machine
+    assert root == block_hash(b"", np.arange(8, dtype=np.int32)[:4])
+    assert len({root, block_hash(root, tokens), block_hash(b"", tokens + 1), block_hash(b"", tokens[:3])}) == 4
