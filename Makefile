@@ -1,13 +1,16 @@
 # make demo   makes .venv, installs, runs the demonstration
 # make test   the same set-up, then lint, types and all tests
 # make lint   lint and types alone
+# make test-gpu  the tests that need a CUDA device, with the Python that is on that machine (GPU_PYTHON)
 # make clean  removes .venv, caches and outputs
 
 PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 
-.PHONY: demo test lint clean
+GPU_PYTHON ?= python3
+
+.PHONY: demo test test-gpu lint clean
 .NOTPARALLEL:  # two installs into one .venv must not overlap
 
 demo: $(VENV)/base.stamp
@@ -15,6 +18,10 @@ demo: $(VENV)/base.stamp
 
 test: lint
 	$(RUN) -m pytest
+
+# The machine's own torch is what is tested: no environment is made.
+test-gpu:
+	$(GPU_PYTHON) -m pytest tests/gpu -o addopts= -o filterwarnings=default
 
 lint: $(VENV)/test.stamp
 	$(RUN) -m ruff check
@@ -27,7 +34,7 @@ clean:
 
 # A stamp is newer than what it was installed from, so set-up runs only when one of these files has changed.
 $(VENV)/base.stamp: INSTALL := .
-$(VENV)/test.stamp: INSTALL := .[test]
+$(VENV)/test.stamp: INSTALL := .[torch,test]
 $(VENV)/%.stamp: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "asyncsched needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)

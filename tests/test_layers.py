@@ -32,7 +32,7 @@ LAYERS = {
     "asyncsched/plotting.py": Layer(None, frozenset()),
     "asyncsched/": Layer(STDLIB | {"numpy", "asyncsched"}, ABOVE),
     "sim/": Layer(STDLIB | {"numpy", "simpy", "pydantic", "joblib", "asyncsched", "sim"}, ABOVE),
-    "executors/": Layer(STDLIB | {"numpy", "torch", "transformers", "asyncsched", "executors"}, ABOVE),
+    "executors/": Layer(STDLIB | {"numpy", "torch", "transformers", "triton", "asyncsched", "executors"}, ABOVE),
 }
 
 

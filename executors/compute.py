@@ -1,0 +1,218 @@
+"""What runs on the compute lane: carry-over, forward pass, sampling; and copies of KV blocks for the copy lanes.
+
+A pure decode step that is padded to a bucket runs as one captured CUDA graph per (slot, bucket, sampling features). A
+graph is captured when it is first needed: capturing costs the host what an eager step does, once. All graphs share a
+memory pool, because they run one after the other on one lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from asyncsched.config import EngineConfig
+from asyncsched.plan import NO_SOURCE, StepPlan
+from executors.kv_cache import KvCache
+from executors.models import Model
+from executors.sampling import sample
+from executors.sampling_layout import Features
+from executors.sampling_state import SamplerState
+from executors.slots import Slot
+from executors.step_view import StepView
+
+# A row gets the same token from any superset of its features, so a few sets serve all, and few graphs are captured.
+CUTS = Features.MIN_P | Features.TOP_K | Features.TOP_P
+VARIANTS = (
+    Features.NONE,
+    Features.RANDOM,
+    Features.RANDOM | CUTS,
+    Features.ALL & ~Features.LOGPROBS,
+    Features.ALL,
+)
+
+GraphKey = tuple[int, int, Features]
+
+
+def variant(features: Features) -> Features:
+    """The smallest variant that computes what is asked."""
+    return next(found for found in VARIANTS if features & ~found == 0)
+
+
+class ComputeLane:
+    """One model, its KV cache and its sampler. `tokens_out` is int32[depth, max_num_seqs], a row per slot."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        kv: KvCache,
+        sampler: SamplerState,
+        tokens_out: torch.Tensor,
+        *,
+        graphs: bool,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.kv = kv
+        self.sampler = sampler
+        self.tokens_out = tokens_out
+        self._all_tokens = tokens_out.view(-1)
+        self._use_graphs = graphs
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+        self._host_keys: tuple[torch.Tensor, ...] = ()
+        self._host_values: tuple[torch.Tensor, ...] = ()
+
+    @torch.no_grad()
+    def carry(self, slot: Slot, plan: StepPlan) -> None:
+        """Fills in the tokens that earlier steps in flight sample."""
+        if plan.num_decodes and not self._is_captured(plan):
+            self._carry(slot, plan.num_decodes)
+
+    @torch.no_grad()
+    def forward(self, slot: Slot, plan: StepPlan) -> None:
+        """Resets, forward pass and sampling; writes KV and the slot's outputs."""
+        if not plan.num_tokens:
+            return
+        resets = slot.sampling.resets
+        if len(resets.words):
+            self.sampler.reset(slot.resets, resets)
+        features = variant(slot.features)
+        self.sampler.allocate(features)
+        if self._is_captured(plan):
+            self._graph(slot, plan.bucket, features).replay()
+        else:
+            self._run(slot, self._view(slot, plan), len(plan.sampled), features)
+
+    @torch.no_grad()
+    def try_capture(self, slot: Slot) -> str:
+        """Captures the smallest bucket. Where the model cannot be captured, graphs are off; returns why."""
+        if not self._use_graphs or not self.config.decode_buckets:
+            return ""
+        try:
+            self._graph(slot, self.config.decode_buckets[0], Features.NONE)
+        except RuntimeError as error:  # its forward pass waits for the device, or allocates by what it reads there
+            self._use_graphs = False
+            return str(error).splitlines()[0]
+        return ""
+
+    def offload(self, plan: StepPlan) -> None:
+        """KV blocks to pinned host memory, on the current stream."""
+        self._allocate_host_pool()
+        for device, host in zip(plan.offload.device.tolist(), plan.offload.host.tolist(), strict=True):
+            for on_device, on_host in self._pools():
+                on_host[host].copy_(on_device[device], non_blocking=True)
+
+    def restore(self, plan: StepPlan) -> None:
+        """KV blocks from pinned host memory, on the current stream."""
+        for device, host in zip(plan.restore.device.tolist(), plan.restore.host.tolist(), strict=True):
+            for on_device, on_host in self._pools():
+                on_device[device].copy_(on_host[host], non_blocking=True)
+
+    # ---- one step --------------------------------------------------------------------------------------------------
+
+    def _carry(self, slot: Slot, count: int) -> None:
+        source = slot.device.carry[:count]
+        carried = self._all_tokens.index_select(0, source.clamp(min=0))
+        tokens = slot.device.token_ids[:count]
+        carried = carried.clamp(min=0)  # a row whose logits were no numbers: it fails when it is collected
+        tokens.copy_(torch.where(source != NO_SOURCE, carried, tokens))
+
+    def _run(self, slot: Slot, view: StepView, num_samples: int, features: Features) -> None:
+        logits = self.model.forward(view, self.kv)
+        if not num_samples:
+            return
+        sampled = sample(logits, slot.words[:num_samples], self.sampler, features)
+        slot.tokens_out[:num_samples].copy_(sampled.tokens)
+        if sampled.logprobs is not None:
+            slot.logprobs_out[:num_samples].copy_(sampled.logprobs)
+
+    def _view(self, slot: Slot, plan: StepPlan) -> StepView:
+        return self._slice(
+            slot,
+            num_tokens=plan.num_tokens,
+            num_seqs=plan.num_seqs,
+            num_samples=len(plan.sampled),
+            max_query_len=int((plan.ends - plan.starts).max()),
+            max_seq_len=int(plan.ends.max()),
+            num_decodes=plan.num_decodes,
+        )
+
+    def _slice(
+        self,
+        slot: Slot,
+        *,
+        num_tokens: int,
+        num_seqs: int,
+        num_samples: int,
+        max_query_len: int,
+        max_seq_len: int,
+        num_decodes: int,
+    ) -> StepView:
+        device = slot.device
+        return StepView(
+            token_ids=device.token_ids[:num_tokens],
+            positions=device.positions[:num_tokens],
+            kv_positions=device.kv_positions[:num_tokens],
+            query_start=device.query_start[: num_seqs + 1],
+            seq_lens=device.seq_lens[:num_seqs],
+            rows=device.rows[:num_seqs],
+            table=device.table,
+            logits_at=device.logits_at[:num_samples],
+            num_tokens=num_tokens,
+            num_seqs=num_seqs,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            is_decode=num_decodes == num_seqs,
+            num_decodes=num_decodes,
+        )
+
+    # ---- graphs ----------------------------------------------------------------------------------------------------
+
+    def _is_captured(self, plan: StepPlan) -> bool:
+        return self._use_graphs and plan.bucket > 0
+
+    def _graph(self, slot: Slot, bucket: int, features: Features) -> torch.cuda.CUDAGraph:
+        key = (slot.index, bucket, features)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(slot, bucket, features)
+        return self._graphs[key]
+
+    def _capture(self, slot: Slot, bucket: int, features: Features) -> torch.cuda.CUDAGraph:
+        """Records carry-over, forward pass and sampling of a decode step on the current stream; runs nothing."""
+        view = self._slice(
+            slot,
+            num_tokens=bucket,
+            num_seqs=bucket,
+            num_samples=bucket,
+            max_query_len=1,
+            max_seq_len=self.config.max_model_len,
+            num_decodes=bucket,
+        )
+        graph = torch.cuda.CUDAGraph()
+        # Not `torch.cuda.graph`, which synchronizes the device and collects garbage first: steps are in flight.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            self._carry(slot, bucket)
+            self._run(slot, view, bucket, features)
+        finally:
+            graph.capture_end()
+        return graph
+
+    # ---- host pool -------------------------------------------------------------------------------------------------
+
+    def _pools(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        return list(zip((*self.kv.keys, *self.kv.values), (*self._host_keys, *self._host_values), strict=True))
+
+    def _allocate_host_pool(self) -> None:
+        """Pinned memory for `num_host_blocks`, when the first victim is offloaded."""
+        if self._host_keys:
+            return
+
+        def like(pool: torch.Tensor) -> torch.Tensor:
+            shape = (self.config.num_host_blocks + 1, *pool.shape[1:])
+            return torch.empty(shape, dtype=pool.dtype, pin_memory=pool.is_cuda)
+
+        self._host_keys = tuple(like(pool) for pool in self.kv.keys)
+        self._host_values = tuple(like(pool) for pool in self.kv.values)

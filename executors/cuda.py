@@ -1,0 +1,91 @@
+"""Lanes of a GPU: three non-default streams, and the program's events.
+
+Nothing here blocks the host but `synchronize`. Timing events bracket each operation; they are read once the step was
+collected, when reading them waits for nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from asyncsched.program import Event, Lane
+
+DEVICE_LANES = (Lane.H2D, Lane.COMPUTE, Lane.D2H)
+MAX_ORIGIN_AGE_MS = 1000.0  # elapsed times are single precision: a near origin keeps them below a microsecond
+TimedPair = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+class CudaLanes:
+    """Streams by lane and events by name, on the current device."""
+
+    pinned = True
+    graphs = True
+
+    def __init__(self, device: torch.device, *, timed: bool = False) -> None:
+        self.device = device
+        self.streams = {lane: torch.cuda.Stream(device) for lane in DEVICE_LANES}
+        self._events: dict[Event, torch.cuda.Event] = {}
+        self._timed = timed
+        self._pending: list[TimedPair] = []
+        self._spare: deque[TimedPair] = deque()
+        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin.record(self.streams[Lane.COMPUTE])
+        self._origin.synchronize()
+        self._origin_ns = time.perf_counter_ns()
+
+    @contextmanager
+    def on(self, lane: Lane) -> Iterator[None]:
+        """Work inside is enqueued on the lane's stream."""
+        stream = self.streams[lane]
+        with torch.cuda.stream(stream):
+            if not self._timed:
+                yield
+                return
+            pair = self._spare.popleft() if self._spare else _timed_pair()
+            pair[0].record(stream)
+            yield
+            pair[1].record(stream)
+            self._pending.append(pair)
+
+    def record(self, event: Event, lane: Lane) -> None:
+        if event not in self._events:
+            self._events[event] = torch.cuda.Event()
+        self._events[event].record(self.streams[lane])
+
+    def wait(self, event: Event, lane: Lane) -> None:
+        self.streams[lane].wait_event(self._events[event])
+
+    def synchronize(self, event: Event) -> None:
+        self._events[event].synchronize()
+
+    def drain(self) -> None:
+        """Waits for everything that was enqueued; after a failure only."""
+        for stream in self.streams.values():
+            stream.synchronize()
+
+    def take(self) -> list[TimedPair]:
+        """The timing events of each `on` since the last call, in order, for `read`."""
+        pairs, self._pending = self._pending, []
+        return pairs
+
+    def read(self, pairs: list[TimedPair]) -> list[tuple[int, int]]:
+        """Start and end of each pair on the host's clock (ns). Call it once the step was collected."""
+        spans = []
+        for start, end in pairs:
+            since_ms = self._origin.elapsed_time(start)
+            begin = self._origin_ns + round(since_ms * 1e6)
+            spans.append((begin, begin + round(start.elapsed_time(end) * 1e6)))
+            if since_ms > MAX_ORIGIN_AGE_MS:
+                self._origin, self._origin_ns = start, begin
+            else:
+                self._spare.append((start, end))
+        return spans
+
+
+def _timed_pair() -> TimedPair:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

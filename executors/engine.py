@@ -1,0 +1,64 @@
+"""Drives one pipeline with a real executor: the loop's effects become launches, collections and deliveries.
+
+The engine is passive: `run` goes on until something is delivered or nothing is left to do, so whoever calls it decides
+in which thread and how long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from asyncsched.pipeline import Collect, Deliver, Effect, Host, Idle, Inbox, Launch, pipeline
+from asyncsched.plan import StepOutput
+from asyncsched.scheduler import Scheduler
+from asyncsched.timeline import Span
+from executors.executor import Executor
+
+Deliverer = Callable[[StepOutput], None]
+
+
+class Engine:
+    """A scheduler, its inbox and an executor."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, deliver: Deliverer) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.inbox = Inbox()
+        self.steps = 0
+        self._deliver = deliver
+        self._loop = pipeline(scheduler, self.inbox)
+        self._reply: object = None
+        self._host_since = time.perf_counter_ns()
+
+    def run(self) -> bool:
+        """Works until something was delivered (True), or nothing can run before another command arrives (False)."""
+        self._host_since = time.perf_counter_ns()
+        while True:
+            try:
+                effect: Effect = self._loop.send(self._reply)
+            except StopIteration:
+                return False
+            self._reply = None
+            if isinstance(effect, Host):
+                self._host(effect)
+            elif isinstance(effect, Launch):
+                self.steps += 1
+                self._reply = self.executor.launch(effect.program)
+                self._host_since = time.perf_counter_ns()
+            elif isinstance(effect, Collect):
+                self._reply = self.executor.collect(effect.ticket)  # type: ignore[arg-type]  # launch gave it
+                self._host_since = time.perf_counter_ns()
+            elif isinstance(effect, Deliver):
+                self._deliver(effect.output)
+                return True
+            elif isinstance(effect, Idle) and not len(self.inbox):  # a command may have come after an early delivery
+                return False
+
+    def _host(self, effect: Host) -> None:
+        """Host work that the loop did since the last effect."""
+        now = time.perf_counter_ns()
+        timeline, plan = self.executor.timeline, effect.plan
+        if timeline is not None:
+            timeline.spans.append(Span("host", effect.kind, plan.step, plan.slot, self._host_since, now, plan.num_seqs))
+        self._host_since = now

@@ -1,0 +1,373 @@
+"""`LLM`: real generation in vLLM's shape, synchronous, asynchronous or at any depth, on CUDA or on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncsched.config import FIELD_NAMES, EngineConfig
+from asyncsched.errors import AsyncschedError, ConfigError
+from asyncsched.pipeline import Abort
+from asyncsched.plan import StepOutput
+from asyncsched.program import Lane
+from asyncsched.request import SamplingParams
+from asyncsched.scheduler import Scheduler
+from asyncsched.timeline import Timeline
+from executors.compute import ComputeLane
+from executors.cpu import CpuLanes
+from executors.cuda import CudaLanes
+from executors.engine import Engine
+from executors.executor import Executor, Lanes
+from executors.frontend import Frontend, core_id
+from executors.kv_cache import free_memory
+from executors.model_files import load_tokenizer
+from executors.models import Model
+from executors.outputs import RequestOutput, StreamPiece
+from executors.sampling_rows import SamplingRows
+from executors.sampling_state import SamplerState
+from executors.slots import Slot
+
+MODE_DEPTH = {"sync": 1, "async": 2}
+MEMORY_SHARE = 0.9  # of the free device memory, for the KV pool
+CPU_POOL_BYTES = 2**30
+DEFAULT_MODEL_LEN = 8192
+DEFAULT_SEQS = {"cuda": 256, "cpu": 16}
+OWN_SETTINGS = ("depth", "num_blocks", "vocab_size")  # of EngineConfig: arguments of their own, or the model's
+
+Prompt = str | Sequence[int]
+Report = Callable[[str], None]
+Result = StreamPiece | RequestOutput
+
+
+class LLM:
+    """One model, ready to generate. Every setting of `EngineConfig` may be given by name.
+
+    model       folder, .gguf file or hub name; or a transformers configuration, with dummy_weights
+    mode, depth "sync" is depth 1, "async" depth 2; a depth given alone decides
+    device      "auto" is CUDA where there is one
+    dtype       "auto" is the checkpoint's on CUDA, float32 on the CPU
+    num_blocks  KV blocks; None takes what fits the free memory
+    seed        for requests without a seed of their own, and for dummy weights
+    timeline    record spans of every lane
+    report      called with one line for each stage of start-up
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        mode: str | None = None,
+        depth: int | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        dummy_weights: bool = False,
+        tokenizer: Any = "auto",
+        num_blocks: int | None = None,
+        seed: int = 0,
+        timeline: bool = False,
+        report: Report | None = None,
+        attention: str = "auto",
+        **engine: Any,
+    ) -> None:
+        say = report or (lambda line: None)
+        steps = _depth(mode, depth)
+        _check_settings(steps, num_blocks, engine)
+        where = _device(device)
+        weights = _dtype(dtype, where)
+        say(f"loading the model on {where}")
+        self.model = Model.load(
+            model,
+            device=where,
+            dtype=weights,
+            dummy_weights=dummy_weights,
+            seed=seed,
+            attention=attention,
+        )
+        say("allocating the KV pool")
+        self.config = _engine_config(self.model, steps, num_blocks, engine)
+        kv = self.model.allocate_kv(self.config.num_blocks, self.config.block_size)
+        if tokenizer == "auto":
+            tokenizer = load_tokenizer(model) if isinstance(model, str) else None
+        self.timeline = Timeline() if timeline else None
+        self.log: list[str] = []
+        self.scheduler = Scheduler(self.config, log=self.log if timeline else None)
+        self.frontend = Frontend(tokenizer, _eos(self.model))
+        lanes: Lanes = CudaLanes(where, timed=timeline) if where.type == "cuda" else CpuLanes()
+        self._sampling_rows = SamplingRows(self.scheduler.rows.capacity, self.model.vocab_size, seed=seed)
+        self.engine = Engine(self.scheduler, self._executor(kv, lanes), self._on_step)
+        self._results: list[Result] = []
+        self._claims: dict[str, deque[Result]] = {}  # who drives the engine for a prompt gets its results
+        self._ids = (str(number) for number in itertools.count())
+        refusal = self._capture(lanes)
+        if refusal:
+            say(f"CUDA graphs are off, decode steps are launched kernel by kernel: {refusal}")
+        say("ready")
+
+    # ---- users -----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """One output per prompt, in the order of the prompts. Raises ConfigError before anything runs."""
+        ids = self._submit(prompts, params)
+        done = {result.request_id: result for result in self._drive(ids) if isinstance(result, RequestOutput)}
+        return [done[request_id] for request_id in ids]
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[StreamPiece]:
+        """Pieces as they arrive. Leaving early aborts what has not finished."""
+        ids = self._submit(prompts, params)
+        for result in self._drive(ids):
+            if isinstance(result, StreamPiece):
+                yield result
+
+    def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None) -> RequestOutput:
+        """The answer to a conversation, through the tokenizer's template."""
+        return self.generate([self.chat_prompt(messages)], params)[0]
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The conversation as token ids."""
+        tokenizer = self.frontend.tokenizer
+        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+            raise ConfigError("messages", len(messages), "the model's tokenizer has no chat template: give a prompt")
+        encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raises ConfigError for a prompt or parameters that this model cannot take."""
+        self._sampling_rows.check(params)
+        if params.stop and self.frontend.tokenizer is None:
+            raise ConfigError("stop", params.stop, "the model has no tokenizer, so no text: use stop_token_ids")
+        tokens = self.frontend.encode(prompt)
+        if not len(tokens):
+            raise ConfigError("prompt", prompt, "it must have at least one token")
+        bad = tokens[(tokens < 0) | (tokens >= self.model.vocab_size)]
+        if len(bad):
+            raise ConfigError("prompt", int(bad[0]), f"use token ids from 0 to {self.model.vocab_size - 1}")
+
+    def submit(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
+        """Puts one checked prompt into the inbox; `run` drives it."""
+        for command in self.frontend.requests(request_id, prompt, params):
+            self.engine.inbox.put(command)
+
+    def run(self) -> list[Result] | None:
+        """Drives the engine until something is delivered; None when it has nothing to do."""
+        if not self.engine.run():
+            return None
+        results, self._results = self._results, []
+        return results
+
+    def abort(self, request_id: str, n: int = 1) -> None:
+        """Ends a prompt's outputs; the engine delivers their last notices."""
+        for index in range(n):
+            self.engine.inbox.put(Abort(core_id(request_id, index)))
+
+    def _submit(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[str]:
+        several = _as_list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(several)
+        if len(each) != len(several):
+            raise ConfigError("params", len(each), f"give one, or one for each of the {len(several)} prompts")
+        for prompt, one in zip(several, each, strict=True):
+            self.check(prompt, one)
+        ids = [next(self._ids) for _ in several]
+        for request_id, prompt, one in zip(ids, several, each, strict=True):
+            self.submit(request_id, prompt, one)
+        return ids
+
+    def _drive(self, ids: Sequence[str]) -> Iterator[Result]:
+        """Results of these prompts until all of them are complete. Whoever leaves before aborts the rest."""
+        left = set(ids)
+        mine: deque[Result] = deque()
+        self._claims.update(dict.fromkeys(ids, mine))
+        try:
+            while left:
+                if not mine and not self._step():
+                    raise AsyncschedError(f"the engine stopped with {len(left)} requests unfinished")
+                while mine:
+                    result = mine.popleft()
+                    if isinstance(result, RequestOutput):
+                        left.discard(result.request_id)
+                    yield result
+        finally:
+            for request_id in ids:
+                del self._claims[request_id]
+            self._abort([request_id for request_id in ids if request_id in left])
+
+    def _step(self) -> bool:
+        """Runs, and gives the results to whoever drives the engine for them. False when there is nothing to do."""
+        with _interrupts_wait():
+            results = self.run()
+            for result in results or ():
+                if result.request_id in self._claims:
+                    self._claims[result.request_id].append(result)
+        return results is not None
+
+    def _abort(self, ids: Sequence[str]) -> None:
+        """Aborts what has not finished, and lets the engine settle it."""
+        for request_id in ids:
+            self.abort(request_id, self.frontend.num_outputs(request_id))
+        while len(self.engine.inbox) and self._step():
+            pass
+
+    def _on_step(self, output: StepOutput) -> None:
+        self._results += self.frontend.deliver(output)
+
+    # ---- parts -----------------------------------------------------------------------------------------------------
+
+    def _capture(self, lanes: Lanes) -> str:
+        """Finds out whether the model's decode steps can be captured; returns why not."""
+        if not lanes.graphs:
+            return ""
+        with lanes.on(Lane.COMPUTE):
+            refusal = self._compute.try_capture(self.engine.executor.slots[0])
+        lanes.take()
+        torch.cuda.synchronize(lanes.device)
+        return refusal
+
+    def _executor(self, kv: Any, lanes: Lanes) -> Executor:
+        config, rows, device = self.config, self.scheduler.rows, self.model.device
+        tokens_out = torch.zeros(config.depth, config.max_num_seqs, dtype=torch.int32, device=device)
+        slots = [
+            Slot(index, config, rows, self._sampling_rows, tokens_out[index], pinned=lanes.pinned)
+            for index in range(config.depth)
+        ]
+        sampler = SamplerState(rows.capacity, self.model.vocab_size, device)
+        self._compute = ComputeLane(config, self.model, kv, sampler, tokens_out, graphs=lanes.graphs)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the buffers above were made on another stream
+        return Executor(
+            lanes,
+            self._compute,
+            slots,
+            on_logprobs=lambda plan, words: self.frontend.on_logprobs(plan, words, rows),
+            timeline=self.timeline,
+        )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a string or a sequence of token ids is one."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
+        return [prompts]  # type: ignore[list-item]  # it is one prompt
+    return list(prompts)  # type: ignore[arg-type]  # it holds prompts
+
+
+def _depth(mode: str | None, depth: int | None) -> int:
+    if mode is not None and mode not in MODE_DEPTH:
+        raise ConfigError("mode", mode, f"use one of {', '.join(MODE_DEPTH)}, or give a depth")
+    if depth is None:
+        return MODE_DEPTH[mode or "async"]
+    if mode is not None and MODE_DEPTH[mode] != depth:
+        raise ConfigError("depth", depth, f"mode {mode!r} means depth {MODE_DEPTH[mode]}; give one of them")
+    return depth
+
+
+def _check_settings(depth: int, num_blocks: int | None, given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what no model could run with, before one is loaded."""
+    for name, value in given.items():
+        if name not in FIELD_NAMES or name in OWN_SETTINGS:
+            known = [field for field in FIELD_NAMES if field not in OWN_SETTINGS]
+            raise ConfigError(name, value, f"there is no such setting; there are {', '.join(known)}")
+    buckets = given.get("decode_buckets", ())
+    if not isinstance(buckets, list | tuple) or not all(type(size) is int for size in buckets):
+        raise ConfigError("decode_buckets", buckets, "use a list of batch sizes")
+    room = {"num_blocks": num_blocks} if num_blocks is not None else {}
+    EngineConfig(depth=depth, **room, **given)
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C inside takes effect at the end: a step that breaks off would be the engine's last. Twice is at once."""
+    usual = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
+        yield
+        return
+    asked = False
+
+    def ask(*_: object) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if asked:
+        raise KeyboardInterrupt
+
+
+def _device(name: str) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError("device", name, "use auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", name, "no CUDA device is available here: use cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """None leaves it to the checkpoint."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else None
+    if name not in known:
+        raise ConfigError("dtype", name, f"use one of auto, {', '.join(known)}")
+    return known[name]
+
+
+def _engine_config(model: Model, depth: int, num_blocks: int | None, given: Mapping[str, Any]) -> EngineConfig:
+    """EngineConfig for this model: what was not given follows from the model and the memory that is free."""
+    settings = dict(given)
+    context = model.max_model_len
+    settings.setdefault("max_model_len", min(context or DEFAULT_MODEL_LEN, DEFAULT_MODEL_LEN))
+    if context is not None and settings["max_model_len"] > context:
+        raise ConfigError("max_model_len", settings["max_model_len"], f"the model's context is {context} tokens")
+    settings.setdefault("max_num_seqs", DEFAULT_SEQS[model.device.type])
+    settings.setdefault("sliding_window", model.sliding_window)
+    settings.setdefault("decode_buckets", default_buckets(settings["max_num_seqs"]))
+    block_size = settings.get("block_size", EngineConfig.__dataclass_fields__["block_size"].default)
+    if num_blocks is None:
+        num_blocks = _blocks(model, block_size, settings["max_model_len"], settings["max_num_seqs"])
+    settings.setdefault("num_host_blocks", num_blocks)
+    return EngineConfig(depth=depth, num_blocks=num_blocks, vocab_size=model.vocab_size, **settings)
+
+
+def _blocks(model: Model, block_size: int, max_model_len: int, max_num_seqs: int) -> int:
+    """As many as every sequence can use, within a share of the free memory."""
+    useful = -(-max_model_len // block_size) * max_num_seqs
+    free = free_memory(model.device)
+    budget = CPU_POOL_BYTES if model.device.type == "cpu" or free is None else int(free * MEMORY_SHARE)
+    return max(1, min(useful, model.blocks_that_fit(budget, block_size)))
+
+
+def default_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes to capture: 1, 2, 4, then steps of 8, then of 32; the largest is max_num_seqs."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(96, max_num_seqs + 1, 32)]
+    return tuple(sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs}))
+
+
+def _eos(model: Model) -> tuple[int, ...]:
+    """End-of-sequence tokens of the generation configuration, or of the model's."""
+    generation = getattr(model.module, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = model.module.config.get_text_config(decoder=True).eos_token_id
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)

@@ -1,0 +1,105 @@
+"""From a name to a transformers model: configurations and weights, or one line that says why not."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from executors.attention import PAGED
+from executors.errors import ModelLoadError, UnsupportedModelError, one_line
+from executors.refusals import NO_HOOK
+
+# What transformers and the Hub's client raise for missing, broken, gated or foreign files.
+LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, RuntimeError)
+
+
+def load_config(name: str) -> PretrainedConfig:
+    """The configuration of a folder, a .gguf file, or a model on the Hub. Raises ModelLoadError."""
+    if _looks_like_a_path(name) and not Path(name).expanduser().exists():
+        raise ModelLoadError(f"{name}: there is no such model folder")
+    with _quiet_retries():
+        try:
+            return AutoConfig.from_pretrained(**_where(name))
+        except LOAD_ERRORS as cause:
+            raise ModelLoadError(f"{name}: no model can be loaded from there; {one_line(cause)}") from cause
+
+
+def load_weights(name: str, *, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+    """The model with the weights stored there, in their own dtype where none is given. Raises ModelLoadError."""
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            **_where(name),
+            dtype="auto" if dtype is None else dtype,
+            attn_implementation=PAGED,
+            output_loading_info=True,
+        )
+        module, info = loaded
+        if missing := sorted(info["missing_keys"]):
+            raise ModelLoadError(f"{name}: {len(missing)} weights are missing, {missing[0]} first")
+        return module.to(device)
+    except LOAD_ERRORS as cause:
+        _refuse_without_hook(cause)
+        raise ModelLoadError(f"{name}: its weights cannot be loaded; {one_line(cause)}") from cause
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer stored with a model; None where there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(**_where(name))
+    except LOAD_ERRORS:
+        return None
+
+
+def random_weights(
+    config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device, seed: int, initializer_range: float | None
+) -> PreTrainedModel:
+    """A model with random weights, made on the device; the same seed gives the same weights. Raises ModelLoadError."""
+    config = copy.deepcopy(config)
+    if initializer_range is not None:
+        config.get_text_config(decoder=True).initializer_range = initializer_range
+    cuda = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=cuda), device:
+            torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PAGED)
+    except LOAD_ERRORS as cause:
+        _refuse_without_hook(cause)
+        raise ModelLoadError(f"{config.model_type}: it cannot be built; {one_line(cause)}") from cause
+
+
+def _refuse_without_hook(cause: Exception) -> None:
+    """Older architectures look their attention up in a table of their own, by the name of the implementation."""
+    if isinstance(cause, KeyError) and cause.args == (PAGED,):
+        raise UnsupportedModelError(NO_HOOK) from cause
+
+
+def _where(name: str) -> dict[str, str]:
+    """Arguments of `from_pretrained` for a name."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return {"pretrained_model_name_or_path": str(path) if path.exists() else name}
+
+
+def _looks_like_a_path(name: str) -> bool:
+    """A name on the Hub is `model` or `owner/model`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf")
+
+
+@contextmanager
+def _quiet_retries() -> Iterator[None]:
+    """The Hub's client logs every retry; a missing model is one line."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

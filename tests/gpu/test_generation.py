@@ -1,0 +1,59 @@
+"""Generation on a GPU: the same tokens at every depth, under evictions and offload, and no accidental synchronize."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny_models import TINY, generate, reference_of
+
+from asyncsched.request import SamplingParams
+from executors.llm import LLM
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SMALL = {"block_size": 16, "max_num_seqs": 8, "num_blocks": 64, "max_model_len": 128}
+TIGHT = {**SMALL, "num_blocks": 9, "max_num_batched_tokens": 24}
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(128) for _ in range(draw.choice([1, 5, 16, 31, 40]))] for _ in range(count)]
+
+
+def tokens(name: str, depth: int, **engine: object) -> tuple[list[tuple[int, ...]], LLM]:
+    llm = LLM(TINY[name](), depth=depth, device="cuda", dtype="float32", dummy_weights=True, **engine)
+    return [output.outputs[0].token_ids for output in llm.generate(prompts(12), GREEDY)], llm
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral-window", "gpt-oss-sinks"])
+def test_every_depth_gives_the_tokens_of_generate(name: str) -> None:
+    expected = None
+    for depth in (1, 2, 3):
+        got, llm = tokens(name, depth, **SMALL)
+        if expected is None:
+            reference = reference_of(llm.model).to("cuda")
+            expected = [tuple(generate(reference, prompt, 24)) for prompt in prompts(12)]
+            assert len(set(expected)) > 6
+        assert got == expected
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "offload"])
+def test_evictions_change_no_token(preemption: str) -> None:
+    expected, _ = tokens("llama", 1, **SMALL)
+    for depth in (2, 3):
+        got, llm = tokens("llama", depth, **TIGHT, preemption=preemption)
+        assert llm.scheduler.preemptions > 0
+        assert got == expected
+
+
+def test_nothing_synchronizes_by_accident() -> None:
+    llm = LLM(TINY["llama"](), depth=2, device="cuda", dtype="float32", dummy_weights=True, **SMALL)
+    llm.generate(prompts(8), GREEDY)  # captures its graphs
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        llm.generate(prompts(8), GREEDY)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

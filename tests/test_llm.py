@@ -1,0 +1,792 @@
+"""`LLM` and `AsyncEngine` on the CPU: the tokens are those of `generate`, whatever is in flight.
+
+The pool is tight on purpose: requests are evicted and computed again while others go on, and every test that depends on
+it checks that it happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simpy
+import torch
+from tiny_models import TINY, VOCAB, generate, reference_of
+from tiny_tokenizers import chatty_tokenizer, matching_config
+from transformers import GenerationConfig
+
+from asyncsched import AsyncEngine, SamplingParams, Scheduler
+from asyncsched.config import EngineConfig
+from asyncsched.errors import AsyncschedError, ConfigError
+from asyncsched.pipeline import Abort, Inbox, Submit
+from asyncsched.timeline import LANES
+from executors.async_engine import EngineStoppedError
+from executors.errors import ModelLoadError
+from executors.llm import LLM
+from executors.models import Model
+from executors.outputs import CompletionOutput, RequestOutput, StreamPiece
+from executors.sampling_state import SamplerState
+from sim.engine import END, SimEngine
+from sim.scenario import load_preset
+
+torch.set_num_threads(1)
+
+DEPTHS = (1, 2, 3)
+NEW_TOKENS = 16
+PROMPT_LENGTHS = (3, 14, 9, 21, 5, 12, 17)
+SIZES = {"block_size": 4, "max_num_seqs": 5, "max_model_len": 64, "max_num_batched_tokens": 20}
+ROOMY = {**SIZES, "num_blocks": 90}
+TIGHT = {**SIZES, "num_blocks": 18}
+DRAW = random.Random(0)  # transformers' greedy tokens vary with these prompts, whatever the model
+PROMPTS = [[DRAW.randrange(1, VOCAB) for _ in range(length)] for length in PROMPT_LENGTHS]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+
+Tokens = list[tuple[int, ...]]
+
+
+def tiny_llm(name: str = "llama", *, config: Any = None, **options: Any) -> LLM:
+    options = {**TIGHT, "device": "cpu", "dummy_weights": True, **options}
+    return LLM(config or TINY[name](), **options)
+
+
+def texty_llm(**options: Any) -> LLM:
+    """One with a tokenizer."""
+    return tiny_llm(config=matching_config(), tokenizer=chatty_tokenizer(), **options)
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> Tokens:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def expected_tokens(llm: LLM, prompts: Sequence[list[int]] = PROMPTS, count: int = NEW_TOKENS) -> Tokens:
+    """What transformers generates greedily, one request at a time."""
+    reference = reference_of(llm.model)
+    return [tuple(generate(reference, prompt, count)) for prompt in prompts]
+
+
+def is_clean(llm: LLM) -> bool:
+    """Nobody is left in the engine, and every block and row is free."""
+    scheduler = llm.scheduler
+    counts = scheduler.counts
+    pool = scheduler.residency.pool
+    nobody = counts.waiting == counts.running == 0 and not llm.frontend._outputs and not llm._claims
+    return nobody and pool.available == pool.num_usable and scheduler.rows.num_free == scheduler.rows.capacity
+
+
+# ---- the same tokens -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_depth_gives_the_tokens_of_generate(name: str) -> None:
+    """With evictions: in a window of 8 tokens few blocks are enough, so that model gets fewer, and shorter prompts."""
+    windowed = name == "mistral-window"
+    prompts, blocks = ([prompt[:4] for prompt in PROMPTS], 9) if windowed else (PROMPTS, TIGHT["num_blocks"])
+    expected = None
+    for mode in ({"mode": "sync"}, {"mode": "async"}, {"depth": 3}):
+        llm = tiny_llm(name, **mode, num_blocks=blocks)
+        if expected is None:
+            expected = expected_tokens(llm, prompts)
+            assert len(set(expected)) == len(expected)
+            assert all(len(set(tokens)) >= 4 for tokens in expected)
+        outputs = llm.generate(prompts, GREEDY)
+        assert tokens_of(outputs) == expected
+        assert llm.scheduler.preemptions > 0
+        assert {one.finish_reason for output in outputs for one in output.outputs} == {"length"}
+        assert is_clean(llm)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_offloaded_kv_comes_back(depth: int) -> None:
+    llm = tiny_llm(depth=depth, preemption="offload", timeline=True)
+    assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected_tokens(llm)
+    assert llm.timeline is not None
+    names = [span.name for span in llm.timeline.spans]
+    assert llm.scheduler.preemptions > 0
+    assert names.count("offload") > 0
+    assert names.count("restore") > 0
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_late_arrivals_and_shared_prefixes_change_nothing(depth: int) -> None:
+    """Requests arrive while others run, the later ones with the prompt of an earlier one before their own."""
+    prompts = [*PROMPTS[:4], *([*PROMPTS[3], *prompt[:9]] for prompt in PROMPTS[4:])]
+    llm = tiny_llm(depth=depth, enable_prefix_caching=True, num_blocks=24)
+    done: dict[str, RequestOutput] = {}
+    waiting = list(enumerate(prompts))
+    while len(done) < len(prompts):
+        if waiting:
+            number, prompt = waiting.pop(0)
+            llm.check(prompt, GREEDY)
+            llm.submit(str(number), prompt, GREEDY)
+        for _ in range(3):
+            done |= {result.request_id: result for result in llm.run() or () if isinstance(result, RequestOutput)}
+    assert tokens_of([done[str(number)] for number in range(len(prompts))]) == expected_tokens(llm, prompts)
+
+
+# ---- sampling --------------------------------------------------------------------------------------------------------
+
+SAMPLED = [
+    SamplingParams(seed=1, max_tokens=NEW_TOKENS),
+    SamplingParams(seed=2, temperature=0.7, top_p=0.9, max_tokens=NEW_TOKENS),
+    SamplingParams(seed=3, temperature=1.5, top_k=9, max_tokens=NEW_TOKENS),
+    SamplingParams(seed=4, min_p=0.05, frequency_penalty=1.0, presence_penalty=0.5, max_tokens=NEW_TOKENS),
+    SamplingParams(seed=5, repetition_penalty=1.3, top_p=0.8, logprobs=2, max_tokens=NEW_TOKENS),
+    SamplingParams(seed=6, min_tokens=10, stop_token_ids=tuple(range(0, VOCAB, 2)), max_tokens=NEW_TOKENS),
+    SamplingParams(seed=7, logit_bias={5: 100.0, 6: 100.0, 7: -100.0}, temperature=3.0, max_tokens=NEW_TOKENS),
+]
+
+
+def test_seeds_give_equal_tokens_at_every_depth() -> None:
+    by_depth = []
+    for depth in DEPTHS:
+        llm = tiny_llm(depth=depth)
+        by_depth.append(llm.generate(PROMPTS, SAMPLED))
+        assert llm.scheduler.preemptions > 0
+    first = tokens_of(by_depth[0])
+    assert all(tokens_of(outputs) == first for outputs in by_depth)
+    assert all(len(set(tokens)) >= 5 for tokens in first[:6])
+    assert len(first[5]) >= 10
+    assert set(first[6]) == {5, 6}
+
+
+def test_who_shares_the_batch_does_not_matter_and_the_seed_does() -> None:
+    together, alone, others = tiny_llm(), tiny_llm(), tiny_llm()
+    first = tokens_of(together.generate(PROMPTS, SAMPLED))
+    for prompt, params, tokens in zip(PROMPTS, SAMPLED, first, strict=True):
+        assert tokens_of(alone.generate([prompt], params)) == [tokens]
+    unlike = [SamplingParams(seed=seed, max_tokens=NEW_TOKENS) for seed in range(7)]
+    assert len(set(tokens_of(others.generate([PROMPTS[0]] * 7, unlike)))) == 7
+
+
+PENALISED = SamplingParams(temperature=0.0, repetition_penalty=1.4, max_tokens=NEW_TOKENS)
+
+
+def penalised_reference(llm: LLM) -> Tokens:
+    reference = reference_of(llm.model)
+    settings = GenerationConfig(
+        do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0, repetition_penalty=1.4
+    )
+    result = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([prompt])
+        output = reference.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=settings)
+        result.append(tuple(output[0, len(prompt) :].tolist()))
+    return result
+
+
+def test_penalties_see_tokens_that_were_carried_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count on the device: while a token is in flight, the host does not know it."""
+    expected = None
+    for depth in DEPTHS:
+        llm = tiny_llm(depth=depth)
+        if expected is None:
+            expected = penalised_reference(llm)
+            assert expected != expected_tokens(llm)
+        assert tokens_of(llm.generate(PROMPTS, PENALISED)) == expected
+        assert llm.scheduler.preemptions > 0
+    monkeypatch.setattr(SamplerState, "count", lambda *_: None)
+    assert tokens_of(tiny_llm().generate(PROMPTS, PENALISED)) != expected
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_logprobs_are_the_models_and_stand_beside_their_tokens(depth: int) -> None:
+    llm = tiny_llm(depth=depth)
+    reference = reference_of(llm.model)
+    params = [SamplingParams(seed=i, temperature=0.8, logprobs=i, max_tokens=NEW_TOKENS) for i in range(len(PROMPTS))]
+    params[2] = SamplingParams(seed=2, max_tokens=NEW_TOKENS)
+    outputs = llm.generate(PROMPTS, params)
+    assert llm.scheduler.preemptions > 0
+    for prompt, asked, output in zip(PROMPTS, params, outputs, strict=True):
+        (one,) = output.outputs
+        if asked.logprobs is None:
+            assert one.logprobs is None
+            continue
+        assert one.logprobs is not None
+        assert len(one.logprobs) == len(one.token_ids) == NEW_TOKENS
+        with torch.no_grad():
+            logits = reference(torch.tensor([[*prompt, *one.token_ids[:-1]]])).logits[0, len(prompt) - 1 :].float()
+        expected = logits.log_softmax(-1)
+        for token, row, found in zip(one.token_ids, expected, one.logprobs, strict=True):
+            assert found.logprob == pytest.approx(float(row[token]), abs=1e-4)
+            assert found.rank == 1 + int((row > row[token]).sum())
+            values = row.topk(asked.logprobs).values.tolist()
+            assert [logprob for _, logprob in found.top] == pytest.approx(values, abs=1e-4)
+            assert [float(row[other]) for other, _ in found.top] == pytest.approx(values, abs=1e-4)
+
+
+def test_n_outputs_are_drawn_from_one_prompt() -> None:
+    llm = tiny_llm()
+    several = SamplingParams(n=4, seed=11, max_tokens=8)
+    first, second = llm.generate([PROMPTS[1], PROMPTS[2]], several)
+    assert [one.index for one in first.outputs] == [0, 1, 2, 3]
+    assert len({one.token_ids for one in (*first.outputs, *second.outputs)}) == 8
+    alone = llm.generate([PROMPTS[1]] * 4, [SamplingParams(seed=11 + i, max_tokens=8) for i in range(4)])
+    assert tokens_of(alone) == [one.token_ids for one in first.outputs]
+    unseeded = llm.generate(PROMPTS[1], SamplingParams(n=3, max_tokens=8))[0]
+    assert len({one.token_ids for one in unseeded.outputs}) == 3
+
+
+# ---- text and stops --------------------------------------------------------------------------------------------------
+
+TEXT = "the quick brown fox"
+
+
+def test_text_in_and_text_out() -> None:
+    llm = texty_llm()
+    tokenizer = llm.frontend.tokenizer
+    (output,) = llm.generate(TEXT, GREEDY)
+    (one,) = output.outputs
+    assert output.prompt == TEXT
+    assert list(output.prompt_token_ids) == tokenizer.encode(TEXT)
+    assert (one.token_ids,) == tuple(expected_tokens(llm, [tokenizer.encode(TEXT)]))
+    assert one.text == tokenizer.decode(one.token_ids)
+    assert one.metrics.first_token_s is not None
+    assert 0 < one.metrics.first_token_s < one.metrics.finished_s
+    messages = [{"role": "user", "content": TEXT}]
+    chat = llm.chat(messages, GREEDY)
+    assert tokenizer.decode(list(chat.prompt_token_ids)) == f"user: {TEXT}\n> "
+    assert tokens_of([chat]) == expected_tokens(llm, [list(chat.prompt_token_ids)])
+
+
+def test_an_array_of_tokens_is_one_prompt() -> None:
+    llm = tiny_llm()
+    assert tokens_of(llm.generate(np.array(PROMPTS[0]), GREEDY)) == expected_tokens(llm, PROMPTS[:1])
+    assert llm.generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_stop_string_is_held_back_and_cut(depth: int) -> None:
+    """The string begins inside one token and ends inside another; no piece of a stream shows any of it."""
+    llm = texty_llm(depth=depth)
+    ids = llm.frontend.tokenizer.encode(TEXT)
+    whole = texty_llm().generate([ids], GREEDY)[0].outputs[0].text
+    stop = whole[5:9]
+    stopped = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, stop=(stop, "never there"))
+    pieces = list(llm.stream([ids, *PROMPTS], [stopped, *[GREEDY] * len(PROMPTS)]))
+    mine = [piece for piece in pieces if piece.request_id == "0"]
+    last = mine[-1].output
+    assert last is not None
+    assert (last.finish_reason, last.stop_reason, last.text) == ("stop", stop, whole[: whole.index(stop)])
+    shown = ""
+    for piece in mine:
+        shown += piece.text
+        assert last.text.startswith(shown)
+    assert shown == last.text
+    assert sum((piece.token_ids for piece in mine), ()) == last.token_ids
+    assert is_clean(llm)
+
+
+def test_a_stop_that_never_comes_loses_no_text() -> None:
+    llm = texty_llm()
+    whole = llm.generate(TEXT, GREEDY)[0].outputs[0].text
+    nearly = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, stop=f"{whole[-3:]}, and more")
+    pieces = list(llm.stream(TEXT, nearly))
+    assert "".join(piece.text for piece in pieces) == whole
+    assert not pieces[-2].text.endswith(whole[-1])
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_the_end_of_sequence_ends_and_may_be_ignored(depth: int) -> None:
+    reference = expected_tokens(tiny_llm())
+    eos = reference[1][5]
+    config = TINY["llama"]()
+    config.eos_token_id = [reference[3][9], eos]
+    llm = tiny_llm(config=config, depth=depth)
+    cut = []
+    for tokens in reference:
+        end = next((place for place, token in enumerate(tokens) if token in config.eos_token_id), NEW_TOKENS)
+        cut.append(tokens[: end + 1])
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert tokens_of(outputs) == cut
+    assert len(cut[1]) <= 6
+    assert (outputs[1].outputs[0].finish_reason, outputs[1].outputs[0].stop_reason) == ("stop", eos)
+    ignoring = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    assert tokens_of(llm.generate(PROMPTS, ignoring)) == reference
+
+
+# ---- streams, aborts, interrupts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_leaving_a_stream_aborts_it(depth: int) -> None:
+    llm = tiny_llm(depth=depth)
+    stream = llm.stream(PROMPTS, SamplingParams(seed=1, n=2, max_tokens=NEW_TOKENS))
+    for _ in range(9):
+        next(stream)
+    assert not is_clean(llm)
+    stream.close()
+    assert not llm.frontend._outputs
+    assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected_tokens(llm)
+    assert is_clean(llm)
+
+
+def test_streams_of_one_engine_may_be_read_in_turn() -> None:
+    """And somebody may generate meanwhile: each gets its own."""
+    llm = tiny_llm()
+    expected = expected_tokens(llm)
+    first, second = (llm.stream([prompt], GREEDY) for prompt in PROMPTS[:2])
+    pieces: list[list[StreamPiece]] = [[next(first)], [next(second)]]
+    assert tokens_of(llm.generate(PROMPTS[2:4], GREEDY)) == expected[2:4]
+    for one, other in zip(first, second, strict=True):
+        pieces[0].append(one)
+        pieces[1].append(other)
+    joined = [sum((piece.token_ids for piece in mine), ()) for mine in pieces]
+    assert joined == expected[:2]
+    assert is_clean(llm)
+
+
+@contextmanager
+def forward_that(act: Callable[[int], None]) -> Iterator[list[int]]:
+    """Calls `act` with the number of each forward pass before it runs; gives the list of their sizes."""
+    forward, sizes = Model.forward, list[int]()
+
+    def wrapped(self: Model, view: Any, kv: Any) -> torch.Tensor:
+        sizes.append(view.num_seqs)
+        act(len(sizes) - 1)
+        return forward(self, view, kv)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Model, "forward", wrapped)
+        yield sizes
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_an_interrupt_stops_after_the_step_and_the_engine_lives_on(depth: int) -> None:
+    llm = tiny_llm(depth=depth)
+
+    def interrupt(step: int) -> None:
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with forward_that(interrupt) as sizes, pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY)
+    assert len(sizes) <= 6 + depth
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected_tokens(llm)
+    assert is_clean(llm)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_step_that_raises_fails_its_requests_and_no_others(depth: int) -> None:
+    llm = tiny_llm(depth=depth, max_num_seqs=3)
+
+    def fail(step: int) -> None:
+        if step == 7:
+            raise RuntimeError("out of memory\nTried to allocate")
+
+    with forward_that(fail):
+        outputs = llm.generate(PROMPTS, GREEDY)
+    failed = [output.outputs[0] for output in outputs if output.outputs[0].finish_reason == "error"]
+    assert 1 <= len(failed) <= 3
+    assert {one.message for one in failed} == {"RuntimeError: out of memory Tried to allocate"}
+    for output, expected in zip(outputs, expected_tokens(llm), strict=True):
+        (one,) = output.outputs
+        if one.finish_reason == "error":
+            assert expected[: len(one.token_ids)] == one.token_ids
+        else:
+            assert (one.finish_reason, one.token_ids) == ("length", expected)
+    assert is_clean(llm)
+
+
+def test_logits_that_are_no_numbers_fail_their_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = tiny_llm()
+    expected = expected_tokens(llm)
+    forward = Model.forward
+
+    def poisoned(self: Model, view: Any, kv: Any) -> torch.Tensor:
+        logits = forward(self, view, kv)
+        if len(logits) == 3 and not done:
+            done.append(True)
+            logits[1] = torch.nan
+        return logits
+
+    done: list[bool] = []
+    monkeypatch.setattr(Model, "forward", poisoned)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    bad = [output.outputs[0] for output in outputs if output.outputs[0].finish_reason == "error"]
+    assert len(bad) == 1
+    assert "outside the vocabulary" in bad[0].message
+    good = [tokens for output, tokens in zip(outputs, expected, strict=True) if output.outputs[0] is not bad[0]]
+    assert [t for t in tokens_of(outputs) if len(t) == NEW_TOKENS] == good
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+# Settings of the engine, and what the error must say.
+BAD_SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "mode": ({"mode": "asink"}, ("mode: 'asink'", "sync, async")),
+    "mode against depth": ({"mode": "sync", "depth": 2}, ("depth: 2", "mode 'sync' means depth 1")),
+    "depth": ({"depth": 0}, ("depth: 0", "at least 1")),
+    "device": ({"device": "tpu"}, ("device: 'tpu'", "auto, cpu or cuda")),
+    "dtype": ({"dtype": "int3"}, ("dtype: 'int3'", "float32")),
+    "unknown setting": ({"num_block": 3}, ("num_block: 3", "num_host_blocks")),
+    "setting of the model": ({"vocab_size": 3}, ("vocab_size: 3", "no such setting")),
+    "block size": ({"block_size": 0}, ("block_size: 0", "at least 1")),
+    "buckets": ({"decode_buckets": "many"}, ("decode_buckets: 'many'", "list")),
+    "buckets beyond the batch": ({"decode_buckets": (1, 99)}, ("decode_buckets: (1, 99)", "max_num_seqs 5")),
+    "longer than the context": ({"max_model_len": 300}, ("max_model_len: 300", "256 tokens")),
+    "policy": ({"victim": "nobody"}, ("victim: 'nobody'", "latest-arrival")),
+    "pool that does not fit": ({"num_blocks": 10**12}, ("num_blocks: 1000000000000", "blocks of 4 tokens would fit")),
+    "attention": ({"attention": "flash"}, ("attention: 'flash'", "plain")),
+}
+
+PLAIN = SamplingParams()
+BAD_PROMPTS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+    "empty": ([PROMPTS[0], []], PLAIN, ("prompt: []", "at least one token")),
+    "token beyond the vocabulary": ([[1, VOCAB]], PLAIN, (f"prompt: {VOCAB}", f"0 to {VOCAB - 1}")),
+    "token far beyond it": ([[1, 2**32 + 5]], PLAIN, (f"prompt: [1, {2**32 + 5}]", "2**31 - 1")),
+    "negative token": ([[1, -1]], PLAIN, ("prompt: [1, -1]", "0 to")),
+    "no tokens at all": ([[1.5]], PLAIN, ("prompt: [1.5]", "token ids")),
+    "text without a tokenizer": ("hello", PLAIN, ("prompt: 'hello'", "no tokenizer")),
+    "stop without a tokenizer": ([[1]], SamplingParams(stop="x"), ("stop: ('x',)", "no tokenizer")),
+    "more logprobs than are kept": ([[1]], SamplingParams(logprobs=21), ("logprobs: 21", "up to 20")),
+    "bias beyond the vocabulary": ([[1]], SamplingParams(logit_bias={500: 1.0}), ("logit_bias", "500", "128")),
+    "too few parameters": ([[1], [2]], [PLAIN], ("params: 1", "2 prompts")),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SETTINGS)
+def test_bad_settings_are_named(case: str) -> None:
+    settings, said = BAD_SETTINGS[case]
+    with pytest.raises(ConfigError) as error:
+        tiny_llm(**settings)
+    assert "\n" not in str(error.value)
+    assert all(part in str(error.value) for part in said), error.value
+
+
+def test_bad_prompts_are_named_before_anything_runs() -> None:
+    llm = tiny_llm()
+    for prompts, params, said in BAD_PROMPTS.values():
+        with pytest.raises(ConfigError) as error:
+            llm.generate(prompts, params)
+        assert all(part in str(error.value) for part in said), error.value
+    with pytest.raises(ConfigError, match="chat template"):
+        llm.chat([{"role": "user", "content": "?"}])
+    assert llm.engine.steps == 0
+    assert is_clean(llm)
+
+
+def test_a_prompt_that_is_too_long_is_rejected_with_the_numbers() -> None:
+    llm = tiny_llm(num_blocks=8)
+    long, large, fine = llm.generate([[1] * 60, [1] * 30, [1]], GREEDY)
+    assert long.outputs[0].finish_reason == large.outputs[0].finish_reason == "rejected"
+    assert long.outputs[0].message == "prompt 60 + max_tokens 16 = 76 tokens, over max_model_len 64"
+    assert "12 KV blocks of 4, over num_blocks 8" in large.outputs[0].message
+    assert len(fine.outputs[0].token_ids) == NEW_TOKENS
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="no such model folder"):
+        LLM(f"{tmp_path}/nothing", device="cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_cuda_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        tiny_llm(device="cuda")
+    assert tiny_llm(device="auto").model.device.type == "cpu"
+
+
+def test_the_import_without_torch_says_what_to_install() -> None:
+    program = "import sys; sys.modules['torch'] = None\nfrom asyncsched import SamplingParams, LLM"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=SOURCES)
+    assert done.stderr.splitlines()[-1] == "ImportError: LLM needs torch: pip install 'asyncsched[torch]'"
+
+
+SOURCES = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+
+
+# ---- AsyncEngine -----------------------------------------------------------------------------------------------------
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    """Whatever hangs is an error."""
+    return asyncio.run(asyncio.wait_for(main, 30))
+
+
+async def collect(pieces: AsyncIterator[StreamPiece]) -> CompletionOutput:
+    """The last piece's output, after checking that the pieces make it up."""
+    tokens: tuple[int, ...] = ()
+    async for piece in pieces:
+        tokens += piece.token_ids
+        if piece.output is not None:
+            assert piece.output.token_ids == tokens
+            output = piece.output
+    return output
+
+
+def num_engine_threads() -> int:
+    return sum(thread.name == "asyncsched-engine" for thread in threading.enumerate())
+
+
+def test_concurrent_prompts_get_the_tokens_of_generate() -> None:
+    llm = tiny_llm()
+
+    async def one(engine: AsyncEngine, number: int) -> CompletionOutput:
+        await asyncio.sleep(0.01 * number)
+        return await collect(engine.generate(PROMPTS[number], GREEDY))
+
+    async def main() -> list[CompletionOutput]:
+        async with AsyncEngine(llm) as engine:
+            return await asyncio.gather(*(one(engine, number) for number in range(len(PROMPTS))))
+
+    outputs = run(main())
+    assert [output.token_ids for output in outputs] == expected_tokens(llm)
+    assert is_clean(llm)
+    assert num_engine_threads() == 0
+
+
+def test_bad_prompts_raise_in_their_own_coroutine() -> None:
+    async def main() -> tuple[list[Any], CompletionOutput]:
+        async with AsyncEngine(tiny_llm()) as engine:
+            bad = [engine.generate([]), engine.generate([1, 999]), engine.generate("text")]
+            good = asyncio.ensure_future(collect(engine.generate(PROMPTS[0], GREEDY)))
+            errors = await asyncio.gather(*(collect(pieces) for pieces in bad), return_exceptions=True)
+            rejected = await collect(engine.generate([1] * 60, GREEDY))
+            assert rejected.finish_reason == "rejected"
+            return errors, await good
+
+    errors, good = run(main())
+    assert [type(error) for error in errors] == [ConfigError] * 3
+    assert good.finish_reason == "length"
+
+
+def test_abort_from_outside_and_by_leaving() -> None:
+    llm = tiny_llm()
+    long = SamplingParams(temperature=0.0, max_tokens=40)
+
+    async def main() -> tuple[CompletionOutput, CompletionOutput]:
+        async with AsyncEngine(llm) as engine:
+            aborted = asyncio.ensure_future(collect(engine.generate(PROMPTS[0], long, request_id="mine")))
+            other = asyncio.ensure_future(collect(engine.generate(PROMPTS[1], long)))
+            stream = engine.generate(PROMPTS[2], long, request_id="left")
+            async for piece in stream:
+                assert piece.request_id == "left"
+                break
+            await stream.aclose()
+            with pytest.raises(AsyncschedError, match="'mine' is in use"):
+                await collect(engine.generate(PROMPTS[0], long, request_id="mine"))
+            await engine.abort("mine")
+            await engine.abort("nobody")
+            return await aborted, await other
+
+    aborted, other = run(main())
+    assert aborted.finish_reason == "abort"
+    assert len(aborted.token_ids) < 40
+    assert [other.token_ids] == expected_tokens(llm, PROMPTS[1:2], 40)
+    assert is_clean(llm)
+
+
+def test_a_name_is_in_use_until_its_last_notice_is_out() -> None:
+    """Else the notice of one that was left would end the next of that name."""
+
+    async def main() -> CompletionOutput:
+        llm = tiny_llm()
+        async with AsyncEngine(llm) as engine:
+            while True:
+                stream = engine.generate(PROMPTS[0], GREEDY, request_id="again")
+                try:
+                    await anext(stream)
+                except AsyncschedError:
+                    await asyncio.sleep(0)
+                    continue
+                await stream.aclose()
+                break
+            for _ in range(1000):
+                try:
+                    return await collect(engine.generate(PROMPTS[1], GREEDY, request_id="again"))
+                except AsyncschedError:
+                    await asyncio.sleep(0.01)
+        raise AssertionError("the name never became free")
+
+    assert len(run(main()).token_ids) == NEW_TOKENS
+
+
+def test_a_coroutine_that_is_cancelled_aborts_its_prompt() -> None:
+    llm = tiny_llm()
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            task = asyncio.ensure_future(collect(engine.generate(PROMPTS[0], SamplingParams(max_tokens=50))))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+            await collect(engine.generate(PROMPTS[1], GREEDY))
+
+    run(main())
+    assert llm.scheduler.counts.aborted == 1
+    assert is_clean(llm)
+
+
+def test_shutdown_while_running_ends_every_stream() -> None:
+    async def main() -> list[Any]:
+        engine = AsyncEngine(tiny_llm())
+        long = SamplingParams(temperature=0.0, max_tokens=50)
+        tasks = [asyncio.ensure_future(collect(engine.generate(prompt, long))) for prompt in PROMPTS[:3]]
+        await asyncio.sleep(0.05)
+        await engine.shutdown()
+        await engine.shutdown()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        with pytest.raises(EngineStoppedError):
+            await collect(engine.generate(PROMPTS[0], long))
+        with pytest.raises(EngineStoppedError):
+            await engine.abort("x")
+        return results
+
+    assert [type(result) for result in run(main())] == [EngineStoppedError] * 3
+    assert num_engine_threads() == 0
+
+
+def test_a_failure_of_the_engine_reaches_everybody_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Scheduler, *_: Any) -> Any:
+        raise ZeroDivisionError("a fault of the scheduler")
+
+    async def main() -> list[Any]:
+        async with AsyncEngine(tiny_llm()) as engine:
+            await collect(engine.generate(PROMPTS[0], GREEDY))
+            monkeypatch.setattr(Scheduler, "commit", broken)
+            tasks = [collect(engine.generate(prompt, GREEDY)) for prompt in PROMPTS]
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+    errors = run(main())
+    assert {type(error) for error in errors} == {EngineStoppedError}
+    assert any("ZeroDivisionError: a fault of the scheduler" in str(error) for error in errors)
+    assert num_engine_threads() == 0
+
+
+def test_a_step_that_fails_is_no_failure_of_the_engine() -> None:
+    llm = tiny_llm()
+
+    def fail(step: int) -> None:
+        if step == 3:
+            raise RuntimeError("boom")
+
+    async def main() -> tuple[CompletionOutput, CompletionOutput]:
+        async with AsyncEngine(llm) as engine:
+            with forward_that(fail):
+                failed = await collect(engine.generate(PROMPTS[0], GREEDY))
+            return failed, await collect(engine.generate(PROMPTS[0], GREEDY))
+
+    failed, good = run(main())
+    assert (failed.finish_reason, failed.message) == ("error", "RuntimeError: boom")
+    assert [good.token_ids] == expected_tokens(llm, PROMPTS[:1])
+
+
+# ---- timeline and decisions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_the_timeline_has_every_step_on_every_lane(depth: int) -> None:
+    llm = tiny_llm(depth=depth, timeline=True)
+    llm.generate(PROMPTS, GREEDY)
+    assert llm.timeline is not None
+    for lane in LANES:
+        spans = sorted(span for span in llm.timeline.spans if span.lane == lane and span.name != "launch")
+        assert {span.step for span in spans} == set(range(llm.engine.steps))
+        spans.sort(key=lambda span: span.start_ns)
+        assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(spans))
+        assert all(0 <= span.slot < depth and span.start_ns <= span.end_ns for span in spans)
+    names = {span.name for span in llm.timeline.spans}
+    assert names == {"plan", "fill", "launch", "collect", "commit", "h2d", "carry", "forward", "d2h"}
+
+
+class ReplayInbox(Inbox):
+    """Hands out each command before the plan that it was taken before."""
+
+    def __init__(self, scheduler: Scheduler, commands: Sequence[tuple[int, Submit | Abort]]) -> None:
+        super().__init__()
+        self._scheduler, self._due = scheduler, list(commands)
+        self.closed = True
+
+    def take(self) -> Submit | Abort | None:
+        return self._due.pop(0)[1] if self._due and self._due[0][0] <= self._scheduler.plans else None
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+
+def record_commands(llm: LLM) -> list[tuple[int, Any]]:
+    """Fills as the engine takes commands: before which plan, and what."""
+    taken: list[tuple[int, Any]] = []
+    take = llm.engine.inbox.take
+
+    def noting() -> Any:
+        command = take()
+        if command is not None:
+            taken.append((llm.scheduler.plans, command))
+        return command
+
+    llm.engine.inbox.take = noting  # type: ignore[method-assign]
+    return taken
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("preemption", ["recompute", "offload"])
+def test_the_simulator_decides_as_the_executor_does(depth: int, preemption: str) -> None:
+    """Arrivals and aborts enter before the same plans, requests stop at the same tokens: the logs are equal."""
+    draw = random.Random(3)
+    llm = tiny_llm(depth=depth, preemption=preemption, timeline=True)
+    taken = record_commands(llm)
+    stops = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=tuple(range(0, VOCAB, 8)))
+    outputs: dict[str, CompletionOutput] = {}
+    waiting = [(str(i), [draw.randrange(VOCAB) for _ in range(draw.choice((2, 7, 13, 20)))]) for i in range(20)]
+    while waiting or llm.scheduler.has_requests or len(llm.engine.inbox):
+        for _ in range(min(draw.choice((0, 0, 1, 3)), len(waiting))):
+            llm.submit(*waiting.pop(0), stops if draw.random() < 0.7 else GREEDY)
+        if draw.random() < 0.15:
+            llm.abort(str(draw.randrange(20)))
+        for result in llm.run() or ():
+            if isinstance(result, StreamPiece) and result.output is not None:
+                outputs[f"{result.request_id}/0"] = result.output
+    reasons = [output.finish_reason for output in outputs.values()]
+    assert {"length", "stop", "abort"} <= set(reasons)
+    assert llm.scheduler.preemptions > 0
+
+    simulated: list[str] = []
+    scheduler = Scheduler(llm.config, log=simulated)
+    submits = [command for _, command in taken if isinstance(command, Submit)]
+    ends = [_last_position(command, outputs[command.request_id]) for command in submits]
+    env = simpy.Environment(initial_time=0)
+    engine = SimEngine(env, scheduler, load_preset("hf-8b-bs32").costs(), np.array(ends, dtype=np.int64))
+    engine.inbox = ReplayInbox(scheduler, [(plan, _simulated(command, outputs)) for plan, command in taken])
+    for number in range(len(submits)):
+        engine.metrics.arrived(number, 0)
+    env.run(env.process(engine.run()))
+    assert len(simulated) > 100
+    for line, (expected, found) in enumerate(zip(llm.log, simulated, strict=True)):
+        assert found == expected, line
+
+
+def _last_position(command: Submit, output: CompletionOutput) -> int:
+    """Where the simulated model ends the request; nowhere if it was aborted."""
+    return len(command.prompt) + len(output.token_ids) - 1 if output.finish_reason == "stop" else 10**6
+
+
+def _simulated(command: Submit | Abort, outputs: dict[str, CompletionOutput]) -> Submit | Abort:
+    if isinstance(command, Abort):
+        return command
+    stop = (END,) if outputs[command.request_id].finish_reason == "stop" else ()
+    params = SamplingParams(max_tokens=command.params.max_tokens, stop_token_ids=stop)
+    return Submit(command.request_id, np.zeros_like(command.prompt), params)
+
+
+def test_the_defaults_follow_the_model() -> None:
+    llm = LLM(TINY["mistral-window"](), device="cpu", dummy_weights=True, max_num_seqs=3)
+    config = llm.config
+    assert (config.depth, config.max_model_len, config.sliding_window, config.vocab_size) == (2, 256, 8, VOCAB)
+    assert config.num_blocks == 3 * 256 // config.block_size
+    assert config.decode_buckets == (1, 2, 3)
+    assert config.max_num_batched_tokens == EngineConfig().max_num_batched_tokens
