@@ -104,7 +104,7 @@ class _View(NamedTuple):
         return sum(
             (min(span.end_ns, end_ns) - max(span.start_ns, self.start_ns)) / (span.end_ns - span.start_ns)
             for span in self.spans
-            if span.lane == "compute" and span.end_ns > span.start_ns
+            if span.name == "forward" and span.end_ns > span.start_ns
         )
 
 

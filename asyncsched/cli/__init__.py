@@ -5,7 +5,17 @@
     files      output files: checked before the work, written whole or not at all
     progress   a bar on stderr for what takes long
     figures    what each figure of a summary is called and means
-    simulate, sweep, presets   one command each
+    simulate, sweep, presets, generate, bench   one command each
+
+For the commands that run a real model:
+
+    loading      options of its engine, and how it is loaded
+    prompts      prompts and sampling parameters, from options and from lines of a file
+    running      requests on a loaded model, until they end or the user interrupts
+    answers      what came out, on stdout or as a file of lines
+    chatting     a conversation on stdin and stdout
+    measured     traces and pictures of what was measured
+    kernels      how much of the time the GPU's kernels ran
 
 Importing this package loads nothing heavy, nor does asking for help: commands import what they need when they run.
 """

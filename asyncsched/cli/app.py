@@ -13,7 +13,10 @@ from typing import Annotated
 
 import typer
 
-from asyncsched.cli.inputs import AllRejectedError
+from asyncsched.cli.bench import bench
+from asyncsched.cli.fuzz import fuzz
+from asyncsched.cli.generate import generate
+from asyncsched.cli.inputs import BadInputError
 from asyncsched.cli.presets import presets
 from asyncsched.cli.simulate import simulate
 from asyncsched.cli.sweep import sweep
@@ -28,6 +31,9 @@ app = typer.Typer(add_completion=False)
 app.command()(simulate)
 app.command()(sweep)
 app.command()(presets)
+app.command()(fuzz)
+app.command()(generate)
+app.command()(bench)
 
 
 @app.callback(invoke_without_command=True)
@@ -35,7 +41,10 @@ def asyncsched(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
-    """What would asynchronous batching buy you? Simulates an LLM inference engine: scheduler, host, copies and GPU."""
+    """What would asynchronous batching buy you? Simulates an LLM inference engine: scheduler, host, copies and GPU.
+
+    `generate` and `bench` run a real model under the same scheduler.
+    """
     if version:
         from asyncsched import __version__
 
@@ -59,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has gone, and knows it
         return FAILED
-    except (ConfigError, AllRejectedError) as error:
+    except (ConfigError, BadInputError) as error:
         return _fail(str(error), BAD_INPUT)
     except USAGE_ERROR as error:
         return _fail(_usage(error), BAD_INPUT)

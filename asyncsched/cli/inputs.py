@@ -43,8 +43,12 @@ def scenario_name(scenario: Path | None, preset: str | None) -> str:
     return preset or str(scenario)
 
 
-class AllRejectedError(AsyncschedError):
-    """No request of the workload can ever run, so there is nothing to report: bad input."""
+class BadInputError(AsyncschedError):
+    """What the user named or asked for cannot be used: exit status 2."""
+
+
+class AllRejectedError(BadInputError):
+    """No request of the workload can ever run, so there is nothing to report."""
 
 
 def check_rejections(summary: dict[str, Any]) -> str:

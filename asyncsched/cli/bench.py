@@ -1,0 +1,257 @@
+"""`asyncsched bench`: the same requests on a real model in several modes, measured."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from asyncsched.cli.figures import number, percent
+from asyncsched.cli.files import PICTURES, check_output, write_output
+from asyncsched.cli.inputs import AsJson, print_json
+from asyncsched.cli.kernels import kernel_share
+from asyncsched.cli.loading import (
+    ENGINE,
+    Device,
+    ModelName,
+    Plot,
+    Settings,
+    Trace,
+    engine_settings,
+    load_llm,
+    parse_depth,
+    require_torch,
+    say,
+)
+from asyncsched.cli.measured import write_timelines
+from asyncsched.errors import ConfigError
+from asyncsched.timeline import Timeline
+
+if TYPE_CHECKING:
+    from executors.bench import BenchRun
+    from executors.llm import LLM
+
+MODES = {"sync": 1, "async": 2}
+CPU = "CPU"  # how the name of the device begins
+WARM_UP_TOKENS = 16
+PROFILED_TOKENS = 64
+HOST_KINDS = ("plan", "fill", "launch", "commit")
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """One mode's run, its timeline without the warm-up, and the kernel-level share where it was asked for."""
+
+    name: str
+    run: BenchRun
+    timeline: Timeline
+    kernels: float | None
+
+
+def bench(
+    model: ModelName = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A shape instead of a model: llama-8b, llama-1b, llama-tiny.")
+    ] = None,
+    dummy_weights: Annotated[
+        bool, typer.Option("--dummy-weights", help="Random weights, made on the device: no download.")
+    ] = False,
+    requests: Annotated[str, typer.Option(metavar="N", help="Requests, all there from the start.")] = "32",
+    prompt_tokens: Annotated[str, typer.Option(metavar="N", help="Random tokens per prompt.")] = "128",
+    new_tokens: Annotated[str, typer.Option(metavar="N", help="Tokens generated per request.")] = "512",
+    mode: Annotated[
+        str | None,
+        typer.Option(metavar="MODE,...", help="Of sync, async; both without --depth.", rich_help_panel=ENGINE),
+    ] = None,
+    depth: Annotated[
+        str | None, typer.Option(metavar="K,...", help="Steps in flight, as in 1,2,3.", rich_help_panel=ENGINE)
+    ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", help="Sequences in a step at most; without it, all requests.", rich_help_panel=ENGINE
+        ),
+    ] = None,
+    device: Device = "auto",
+    settings: Settings = None,
+    as_json: AsJson = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the JSON object to a file.")] = None,
+    trace: Trace = None,
+    plot: Plot = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also measure the share of time in which kernels run (CUDA).")
+    ] = False,
+) -> None:
+    """Measure a real model: the same requests in several modes, and whether their tokens are the same."""
+    check_output("--out", out, (".json",))
+    check_output("--trace", trace, (".json",))
+    check_output("--plot", plot, PICTURES)
+    sizes = {
+        "requests": _count("--requests", requests),
+        "prompt_tokens": _count("--prompt-tokens", prompt_tokens),
+        "new_tokens": _count("--new-tokens", new_tokens),
+    }
+    depths = _depths(mode, depth)
+    seats = sizes["requests"] if batch is None else _count("--batch", batch)
+    engine = {"max_num_seqs": seats, **engine_settings(settings), "device": device}
+    what = _check_model(model, config, dummy_weights)
+    require_torch(cuda_for="--profile" if profile else "")
+    shape: Any = model
+    if config is not None:
+        from executors.named_configs import named_config
+
+        shape = named_config(config)
+    measured = []
+    about: dict[str, Any] = {}
+    for name, steps in depths.items():
+        llm = load_llm(shape, depth=steps, dummy_weights=dummy_weights, timeline=True, **engine)
+        about = about or {"model": what, "dummy_weights": dummy_weights, **_about(llm), **sizes, "batch": seats}
+        measured.append(_measure(name, llm, sizes, profile=profile))
+        del llm
+        _release()
+    report = {**about, "runs": [_run_json(one) for one in measured], **_comparison(measured)}
+    if out is not None:
+        write_output("--out", out, (json.dumps(report, indent=2, allow_nan=False) + "\n").encode())
+    timelines = {f"{one.name}: measured": one.timeline for one in measured}
+    write_timelines(timelines, trace=trace, plot=plot, on_cpu=about["device"].startswith(CPU))
+    if as_json:
+        print_json(report)
+    else:
+        _print_report(measured, report)
+
+
+# ---- input -----------------------------------------------------------------------------------------------------------
+
+
+def _count(option: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) >= 1):
+        raise ConfigError(option, text, "use a whole number of at least 1")
+    return int(text)
+
+
+def _depths(mode: str | None, depth: str | None) -> dict[str, int]:
+    """Depths by the name of their run, in order, none twice."""
+    modes = mode.split(",") if mode is not None else [] if depth is not None else list(MODES)
+    for name in modes:
+        if name not in MODES:
+            raise ConfigError("--mode", mode, f"use {', '.join(MODES)}, or both; other depths are for --depth")
+    named = {name: MODES[name] for name in modes}
+    for text in depth.split(",") if depth is not None else ():
+        steps = parse_depth("--depth", text)
+        if steps not in named.values():
+            named[f"depth {steps}"] = steps
+    return named
+
+
+def _check_model(model: str | None, config: str | None, dummy_weights: bool) -> str:
+    """What to call the model."""
+    if (model is None) == (config is None):
+        raise ConfigError("--model", model, "give one of --model NAME and --config NAME --dummy-weights")
+    if config is not None and not dummy_weights:
+        raise ConfigError("--config", config, "a shape has no weights: add --dummy-weights")
+    return model or config or ""
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def _measure(name: str, llm: LLM, sizes: Mapping[str, int], *, profile: bool) -> _Measured:
+    """A short run to warm up, captured graphs included, then the one that counts."""
+    from executors.bench import run_bench
+
+    say(f"{name}: warming up")
+    run_bench(llm, **{**sizes, "new_tokens": min(WARM_UP_TOKENS, sizes["new_tokens"])}, seed=1)
+    before = len(llm.timeline.spans)
+    say(f"{name}: measuring {sizes['requests']} requests of {sizes['new_tokens']} new tokens")
+    run = run_bench(llm, **sizes)
+    timeline = Timeline(llm.timeline.spans[before:])
+    kernels = None
+    if profile:
+        say(f"{name}: profiling")
+        short = {**sizes, "new_tokens": min(PROFILED_TOKENS, sizes["new_tokens"])}
+        kernels = kernel_share(lambda: run_bench(llm, **short))
+    return _Measured(name, run, timeline, kernels)
+
+
+def _about(llm: LLM) -> dict[str, Any]:
+    """Where the figures come from."""
+    import platform
+
+    import torch
+    import transformers
+
+    cuda = llm.model.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(llm.model.device) if cuda else f"{CPU}, {torch.get_num_threads()} threads",
+        "dtype": str(llm.model.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _release() -> None:
+    """Gives the memory of the last model back, so that the next one has room."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---- output ----------------------------------------------------------------------------------------------------------
+
+
+def _run_json(one: _Measured) -> dict[str, Any]:
+    return {"mode": one.name, **one.run.result.to_dict(), "kernels_active": one.kernels}
+
+
+def _comparison(measured: Sequence[_Measured]) -> dict[str, Any]:
+    """How many sequences of each run have the tokens of the first run."""
+    first, *others = (one.run.token_ids for one in measured)
+    same = {
+        one.name: sum(mine == expected for mine, expected in zip(tokens, first, strict=True))
+        for one, tokens in zip(measured[1:], others, strict=True)
+    }
+    return {"identical_sequences": same, "tokens_identical": all(count == len(first) for count in same.values())}
+
+
+def _print_report(measured: Sequence[_Measured], report: Mapping[str, Any]) -> None:
+    from asyncsched.cli.tables import print_table
+
+    lane = "compute lane" if report["device"].startswith(CPU) else "GPU"
+    results = [one.run.result for one in measured]
+    rows = [
+        ["wall time (s)", *(number(result.wall_s) for result in results)],
+        ["throughput (tokens/s)", *(number(result.output_throughput) for result in results)],
+        ["a decode step (ms)", *(_or_dash(result.ms_per_step) for result in results)],
+        ["of which it computes (ms)", *(_or_dash(result.compute_ms) for result in results)],
+        [f"{lane} active, by events", *(_share(result.gpu_active) for result in results)],
+        *([f"host: {kind} (us)", *(_or_dash(result.host_us.get(kind)) for result in results)] for kind in HOST_KINDS),
+        ["steps", *(number(result.steps) for result in results)],
+    ]
+    if any(one.kernels is not None for one in measured):
+        rows.insert(5, ["GPU active, by kernels", *(_share(one.kernels) for one in measured)])
+    names = [one.name for one in measured]
+    typer.echo(f"{report['model']} on {report['device']}, {report['requests']} requests, batch {report['batch']}")
+    print_table("measured", ["", *names], rows, numbers=names)
+    requests = report["requests"]
+    for name, count in report["identical_sequences"].items():
+        verdict = "the same tokens as" if count == requests else "OTHER tokens than"
+        where = (
+            f"in all {requests} sequences" if count == requests else f"in {requests - count} of {requests} sequences"
+        )
+        typer.echo(f"{name} has {verdict} {names[0]} {where}")
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else number(value)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else percent(value)

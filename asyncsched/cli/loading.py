@@ -1,0 +1,116 @@
+"""Loading a real model for a command: the options of its engine, and one line for whatever is wrong with them."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from asyncsched.cli.inputs import BadInputError
+from asyncsched.config import FIELD_NAMES
+from asyncsched.errors import ConfigError
+
+if TYPE_CHECKING:
+    from executors.llm import LLM
+
+ModelName = Annotated[
+    str | None,
+    typer.Option("--model", metavar="NAME", help="A folder, a .gguf file, or a model on the Hub.", show_default=False),
+]
+ENGINE = "Engine"  # a panel of the help
+Device = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|cpu|cuda", help="Where to run; auto is CUDA where there is one.", rich_help_panel=ENGINE
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Another setting, as in num_blocks=512. Repeatable.",
+        rich_help_panel=ENGINE,
+        show_default=False,
+    ),
+]
+Trace = Annotated[
+    Path | None, typer.Option(metavar="FILE.json", help="Write a measured trace; open it at https://ui.perfetto.dev.")
+]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw the measured lanes over a few steps: .png, .svg or .pdf.")
+]
+
+EXTRA = "pip install 'asyncsched[torch]'"
+_NEEDED = ("torch", "transformers")
+_SET_ELSEWHERE = {"depth": "use --depth", "vocab_size": "the model decides it"}
+_STARTED = time.perf_counter()
+
+
+def say(line: str) -> None:
+    """Tells a user at a terminal what the command is doing."""
+    if sys.stderr.isatty():
+        print(f"{time.perf_counter() - _STARTED:6.1f} s  {line}", file=sys.stderr, flush=True)
+
+
+def parse_depth(option: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 4 and int(text) >= 1):
+        raise ConfigError(option, text, "use a whole number of at least 1")
+    return int(text)
+
+
+def engine_settings(texts: Sequence[str] | None) -> dict[str, Any]:
+    """Settings of the engine by name; LLM checks their values. Raises ConfigError."""
+    from sim.scenario import parse_value
+
+    settings: dict[str, Any] = {}
+    for text in texts or ():
+        name, separator, value = text.partition("=")
+        if not separator or not name.strip():
+            raise ConfigError("--set", text, "use key=value, as in num_blocks=512")
+        settings[_known(name.strip(), value)] = parse_value(value)
+    return settings
+
+
+def _known(name: str, value: str) -> str:
+    if name in _SET_ELSEWHERE:
+        raise ConfigError("--set", f"{name}={value}", _SET_ELSEWHERE[name])
+    if name not in FIELD_NAMES:
+        near = difflib.get_close_matches(name, FIELD_NAMES) or FIELD_NAMES
+        raise ConfigError("--set", f"{name}={value}", f"there is no such setting; there are {', '.join(near)}")
+    return name
+
+
+def require_torch(*, cuda_for: str = "") -> None:
+    """Imports what a real model needs; `cuda_for` is an option that needs CUDA. Raises BadInputError or ConfigError."""
+    say("importing torch and transformers")
+    try:
+        import torch
+        from transformers.utils import logging
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").split(".")[0]
+        if missing not in _NEEDED:
+            raise
+        raise BadInputError(f"{missing} is not installed, and a real model needs it: {EXTRA}") from None
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    if cuda_for and not torch.cuda.is_available():
+        raise ConfigError(cuda_for, True, "it needs CUDA, and there is no CUDA device here")
+
+
+def load_llm(model: Any, **options: Any) -> LLM:
+    """The model and its engine, saying what it does. Raises ConfigError, or BadInputError for an unfit model."""
+    require_torch()
+    from executors.errors import ModelLoadError, UnsupportedModelError
+    from executors.llm import LLM
+
+    try:
+        return LLM(model, report=say, **options)
+    except (ModelLoadError, UnsupportedModelError) as error:
+        raise BadInputError(str(error)) from error
