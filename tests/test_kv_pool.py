@@ -161,7 +161,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert (pool.num_free, pool.num_cached) == (len(self.free), len(self.cached))
         assert (pool.num_fenced, pool.num_coming) == (len(self.fenced), len(self.fenced) - lost)
         assert pool.num_held == sum(count > 0 for count in owners)
-        assert pool.num_usable == self.count - lost
+        doomed = sum(until == FOREVER for until in self.copied.values())  # lost once their owners let go
+        assert pool.num_usable == self.count - lost - doomed
         assert pool.available == len(self.free) + len(self.cached)
         assert pool.available + pool.num_held + pool.num_fenced == self.count
 
