@@ -6,6 +6,7 @@ planted where its scenario says. A failure is a seed; it is shrunk to a small sc
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
 from collections import deque
@@ -221,6 +222,8 @@ def fuzz(
     `progress` is told episodes, steps and seconds after each episode. Second runs count as steps, not as episodes.
     """
     options = options or FuzzOptions()
+    gc.collect()
+    gc.freeze()  # what is there by now stays; collecting it again and again would take a tenth of the time
     counts = dict.fromkeys(COUNTED, 0)
     start = time.perf_counter()
     done = total = 0

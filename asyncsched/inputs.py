@@ -115,8 +115,7 @@ class SlotInputs:
         self._fill_tokens(plan, 0, plan.num_tokens, token_rows, positions)
         self.query_start[0] = 0
         self.query_start[1 : plan.num_seqs + 1] = stops
-        samples = np.isin(plan.rows, plan.sampled)
-        self.logits_at[: len(plan.sampled)] = stops[samples] - 1
+        self.logits_at[: len(plan.sampled)] = stops[plan.sampled_at] - 1
         self._decode_size = -1
 
     def _pad(self, n: int, bucket: int) -> None:

@@ -41,6 +41,7 @@ class StepPlan:
                   of the newest step in flight that sampled for the request, or NO_SOURCE
     sampled       int64[m]  rows that sample a token, in the order of `rows`
     sampled_ends  int64[m]  position the sampled token will have
+    sampled_at    int64[m]  index of each sampled row in `rows`
     num_tokens    query tokens of the step
     bucket        batch size a pure decode step is padded to; 0 for a step that is not padded
     offload       KV blocks copied to the host on d2h; a step may consist of nothing else
@@ -57,6 +58,7 @@ class StepPlan:
     carry: IndexArray
     sampled: IndexArray
     sampled_ends: IndexArray
+    sampled_at: IndexArray
     num_tokens: int
     bucket: int
     offload: BlockCopies = NO_COPIES

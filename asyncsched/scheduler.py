@@ -338,6 +338,8 @@ class Scheduler:
             return None
         if self.config.batching == "static" and self._static_quota == 0:
             return None
+        if not self.residency.pool.available:
+            return None
         known, size = len(request.tokens), self.config.block_size
         shared = self.residency.match_prefix(request)
         copy = request.host_copy
@@ -392,12 +394,14 @@ class Scheduler:
         num_decodes = len(rows)
         carry = np.where(r.sampled_at[rows] > self._settled, r.source[rows], NO_SOURCE)
         ends = starts + 1
-        sampled, sampled_ends = rows, ends
+        sampled, sampled_ends, sampled_at = rows, ends, self._arange[:num_decodes]
         num_tokens = num_decodes
         if chunks:
             added = np.array(chunks, dtype=np.int64)
-            completed = added[added[:, 2] == r.known[added[:, 0]]]
-            num_tokens += int((added[:, 2] - added[:, 1]).sum())
+            completes = added[:, 2] == r.known[added[:, 0]]
+            completed = added[completes]
+            num_tokens += sum([chunk.end - chunk.start for chunk in chunks])
+            sampled_at = np.concatenate((sampled_at, num_decodes + completes.nonzero()[0]))
             rows = np.concatenate((rows, added[:, 0]))
             starts = np.concatenate((starts, added[:, 1]))
             ends = np.concatenate((ends, added[:, 2]))
@@ -429,6 +433,7 @@ class Scheduler:
             carry,
             sampled,
             sampled_ends,
+            sampled_at,
             num_tokens,
             0 if chunks else self._bucket(num_decodes),
             offload,

@@ -183,7 +183,7 @@ def bare_plan(
     step: int, slot: int = 0, *, offload: BlockCopies = NO_COPIES, restore: BlockCopies = NO_COPIES
 ) -> StepPlan:
     """A plan without rows."""
-    return StepPlan(step, slot, NONE, NONE, NONE, NONE, 0, NONE, NONE, NONE, 0, 0, offload, restore)
+    return StepPlan(step, slot, NONE, NONE, NONE, NONE, 0, NONE, NONE, NONE, NONE, 0, 0, offload, restore)
 
 
 def row_plan(
@@ -199,7 +199,23 @@ def row_plan(
     row, request, start, end = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
     mask = np.array(carry, dtype=np.int64)
     tokens = int((end - start).sum())
-    return StepPlan(step, slot, row, request, start, end, len(mask), mask, row, end, tokens, 0, offload, restore)
+    return StepPlan(
+        step,
+        slot,
+        row,
+        request,
+        start,
+        end,
+        len(mask),
+        mask,
+        row,
+        end,
+        np.arange(len(row)),
+        tokens,
+        0,
+        offload,
+        restore,
+    )
 
 
 def copies(*pairs: tuple[int, int]) -> BlockCopies:

@@ -153,7 +153,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
     rows = np.arange(decodes + chunks)
     first, last = np.array(starts, dtype=np.int64), np.array(starts, dtype=np.int64) + np.array(lengths, dtype=np.int64)
     carry = np.full(decodes, NO_SOURCE)
-    return StepPlan(0, 0, rows, rows, first, last, decodes, carry, rows[:2], last[:2], sum(lengths), 0)
+    return StepPlan(0, 0, rows, rows, first, last, decodes, carry, rows[:2], last[:2], np.arange(2), sum(lengths), 0)
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 12, 99])

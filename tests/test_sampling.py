@@ -38,7 +38,7 @@ def plan_of(rows: list[int], ends: list[int], bucket: int = 0) -> StepPlan:
     """A pure decode step in which every row samples."""
     at, positions = np.array(rows, dtype=np.int64), np.array(ends, dtype=np.int64)
     carry = np.full(len(rows), NO_SOURCE, dtype=np.int64)
-    return StepPlan(0, 0, at, at, positions - 1, positions, len(rows), carry, at, positions, len(rows), bucket)
+    return StepPlan(0, 0, at, at, positions - 1, positions, len(rows), carry, at, positions, at, len(rows), bucket)
 
 
 class Sampler:

@@ -59,7 +59,7 @@ class Batch:
     def words(self, rows: list[int]) -> torch.Tensor:
         at = np.array(rows, dtype=np.int64)
         carry = np.full(len(rows), NO_SOURCE, dtype=np.int64)
-        plan = StepPlan(0, 0, at, at, at + 9, at + 10, len(rows), carry, at, at + 10, len(rows), 0)
+        plan = StepPlan(0, 0, at, at, at + 9, at + 10, len(rows), carry, at, at + 10, at, len(rows), 0)
         words = np.zeros((len(rows), NUM_WORDS), dtype=np.int32)
         self.rows.pack(plan, self.rows.look(plan), words)
         return torch.from_numpy(words)
