@@ -16,6 +16,8 @@ over what changed: admissions, prefill chunks, evictions, finishes, block bounda
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -85,7 +87,7 @@ class Scheduler:
         self._lost: set[int] = set()  # rows of steps that never came back
         self._reserved = np.zeros(self.rows.capacity, dtype=np.int64)  # blocks promised at admission
         self._paused = False
-        self._static_quota = 0
+        self._static_batch: deque[Request] = deque()  # who may still join the static batch, in order
         self._next_step = 0
         self._settled = NEVER  # the newest committed step
         self._totals = dict.fromkeys(Status, 0)
@@ -291,15 +293,14 @@ class Scheduler:
         if self.preemptions > preemptions:  # whoever was just evicted must not come straight back
             return chunks
         self._open_static_batch()
-        while self._waiting and budget > 0:
-            head = self._waiting.head
+        while budget > 0 and (head := self._next_in_line()) is not None:
             chunk = self._admit(head, budget)
             if chunk is None and head.host_copy is not None and self._is_standing_still:
                 # Nothing that may still happen makes room for its copy: it computes again.
                 self.residency.drop_host_copy(head, self._settled)
                 chunk = self._admit(head, budget)
             if chunk is None:
-                self._static_quota = 0
+                self._static_batch.clear()  # it is complete when the next in line does not fit
                 break
             chunks.append(chunk)
             budget -= chunk.end - chunk.start
@@ -327,16 +328,23 @@ class Scheduler:
         return not self._seated and self._settled == self._next_step - 1
 
     def _open_static_batch(self) -> None:
-        if self.config.batching == "static" and not self._seated and not self._finishing:
-            self._static_quota = min(self.config.max_num_seqs, len(self._waiting))
+        """The first `max_num_seqs` that wait, once the batch before is all admitted and all gone."""
+        if self.config.batching == "static" and not self._seated and not self._finishing and not self._next_in_line():
+            self._static_batch = deque(islice(self._waiting, self.config.max_num_seqs))
+
+    def _next_in_line(self) -> Request | None:
+        """The head of the queue; with static batching, of those who waited when the batch was opened."""
+        if self.config.batching == "continuous":
+            return self._waiting.head if self._waiting else None
+        while self._static_batch and self._static_batch[0].status is not Status.WAITING:
+            self._static_batch.popleft()  # it has a seat by now, or was aborted
+        return self._static_batch[0] if self._static_batch else None
 
     def _admit(self, request: Request, budget: int) -> Chunk | None:
         """Seats the head of the queue with its first chunk, or leaves everything as it was."""
         if request.row >= 0:  # evicted, and its late token is not in yet
             return None
         if len(self._seated) >= self.config.max_num_seqs or not self.rows.num_free:
-            return None
-        if self.config.batching == "static" and self._static_quota == 0:
             return None
         if not self.residency.pool.available:
             return None
@@ -359,7 +367,6 @@ class Scheduler:
         self.residency.restore(request, row, self._next_step)
         self._reserved[row] = promised
         end = self.residency.extend(row, min(known, start + budget))
-        self._static_quota -= 1
         self._note("admit {} start={} restored={}", request.request_id, start, copy is not None)
         return Chunk(row, start, end)
 
@@ -417,7 +424,6 @@ class Scheduler:
             self._prefilling = [q for q in self._prefilling if r.planned[q.row] < r.known[q.row]]
         at_limit = sampled_ends >= r.last_end[sampled]
         if np.count_nonzero(at_limit):
-            self._static_quota = 0
             for row in sampled[at_limit].tolist():
                 self._finishing[row] = self._seated.pop(row)
             self._decode = self._decode[r.planned[self._decode] < r.last_end[self._decode]]
@@ -468,6 +474,7 @@ class Scheduler:
     def _evict(self, request: Request, *, may_offload: bool = True) -> None:
         """Takes seat and blocks; the request waits again, and goes on from the tokens it has by then."""
         row = request.row
+        self._static_batch.clear()  # whoever is evicted from a static batch waits for the next
         self.preemptions += 1
         request.num_preemptions += 1
         offloaded = (
@@ -585,8 +592,7 @@ class Scheduler:
         return Finished(request.request_id, request.number, reason, outputs, message)
 
     def _leave(self, request: Request) -> None:
-        """Takes a request out of the running batch, which admits nobody else then if it is a static one."""
-        self._static_quota = 0
+        """Takes a request out of the running batch."""
         row = request.row
         if self._seated.pop(row, None) is None:
             self._finishing.pop(row, None)

@@ -97,7 +97,7 @@ def simulate(
     else:
         _run_with_progress(env, run, engine, sum(a.output_tokens for a in arrivals), progress)
     if scheduler.policies.faults:
-        raise PolicyError(scheduler.policies.faults[0])
+        raise PolicyError(f"the run is void: {scheduler.policies.faults[0]}")
     return Result(
         scenario,
         engine.metrics,

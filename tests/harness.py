@@ -475,15 +475,25 @@ class Run(Invariants):
 
 
 def check_static_batches(log: Sequence[str]) -> None:
-    """Nobody joins a static batch that somebody has already left."""
+    """Nobody joins a static batch that was not waiting when it opened, nor one that somebody was evicted from."""
     running: set[str] = set()
-    shrunk = False
+    waiting: set[str] = set()
+    members: set[str] = set()
     for words in (line.split() for line in log if line.startswith("before plan")):
         match words[3:]:
+            case ["submit", request_id, *_]:
+                waiting.add(request_id)
             case ["admit", request_id, *_]:
-                assert not (running and shrunk), f"{request_id} joins what is left of a batch"
+                if not running:
+                    members = set(waiting)
+                assert request_id in members, f"{request_id} joins a batch that opened without it"
+                waiting.discard(request_id)
+                members.discard(request_id)
                 running.add(request_id)
-                shrunk = False
-            case ["evict" | "end", request_id, *_]:
-                shrunk |= request_id in running
+            case ["evict", request_id, *_]:
+                waiting.add(request_id)
                 running.discard(request_id)
+                members = set()
+            case ["end", request_id, *_]:
+                running.discard(request_id)
+                waiting.discard(request_id)

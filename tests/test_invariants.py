@@ -63,7 +63,7 @@ def test_worst_case_reservation_never_preempts_behind_a_sliding_window(case):
 
 @settings(SLOW, max_examples=100)
 @given(cases(depth=1, batching="static"))
-def test_a_static_batch_takes_nobody_in_once_somebody_has_left(case):
+def test_a_static_batch_takes_nobody_in_who_was_not_there_when_it_opened(case):
     run(case)
 
 

@@ -458,3 +458,12 @@ def step(run: Run) -> None:
 
 def seated(scheduler: Scheduler, name: str) -> Request:
     return next(request for request in scheduler._seated.values() if request.request_id == name)
+
+
+def test_a_static_batch_is_filled_over_several_steps_though_some_of_it_have_ended():
+    """Six prompts of 10 tokens, a budget of 20: the first two have one output each, and are gone when the last come."""
+    config = engine(depth=1, batching="static", max_num_seqs=6, max_num_batched_tokens=20)
+    result = run(config, *(ask(name, 10, 1 if name in "ab" else 6) for name in "abcdefg"))
+    assert spans(result, "f")[0][0] < spans(result, "c")[-1][0]  # the batch of six was running
+    assert spans(result, "g")[0][0] > max(spans(result, name)[-1][0] for name in "cdef")
+    assert spans(result, "a")[-1][0] < spans(result, "f")[0][0]  # somebody had ended before the last of them came

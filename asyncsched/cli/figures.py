@@ -53,7 +53,7 @@ FIGURES = {
         Figure("requests", "requests", "", "arrived"),
         Figure("completed", "requests completed", "", "reached their end"),
         Figure("rejected", "requests rejected", "", "could never run"),
-        Figure("preemptions", "preemptions", "", "requests thrown out for lack of KV blocks, computed again later"),
+        Figure("preemptions", "preemptions", "", "requests put back in the queue for lack of KV blocks"),
         Figure("overshoot_tokens", "overshoot", "tokens", "computed after a request had ended, and dropped"),
         Figure("kv_peak", "KV peak", "share", "of the KV blocks were in use at most"),
     )
