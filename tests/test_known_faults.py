@@ -434,6 +434,19 @@ def test_the_seat_of_a_static_batch_that_ends_early_stays_empty():
     assert spans(result, "c")[0][0] > spans(result, "b")[-1][0]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("window", [2, 3, 4])
+@pytest.mark.parametrize("block_size", [2, 3, 4])
+def test_worst_case_reservation_counts_a_window_that_straddles_blocks(depth, window, block_size):
+    """One token at a time, so that the window is at every offset; pools that hold one or two such windows."""
+    shape = {"depth": depth, "sliding_window": window, "block_size": block_size, "max_num_batched_tokens": 2}
+    for num_blocks in range(-(-(window - 1) // block_size) + 1, 6):  # from what one request needs
+        config = engine(**shape, num_blocks=num_blocks, reservation="worst-case")
+        result = run(config, ask("a", 1, 13), ask("b", 1, 13))
+        assert not result.evictions
+        assert [life.notice.reason for life in result.lives] == [FinishReason.LENGTH] * 2
+
+
 # ---- stepping by hand ----------------------------------------------------------------------------------------------
 
 
