@@ -105,6 +105,8 @@ class FaithfulExecutor:
     def collect(self, ticket: Ticket) -> TokenArray | StepFailure:
         """Runs what the step's last event needs; its tokens, int32[m]. Raises DeadlockError when nothing can run."""
         failure, plan, recording = ticket.failure, ticket.plan, ticket.synchronize
+        if failure is not None:
+            self.host_in[plan.slot].resend()
         if failure is not None and (failure.stuck or not ticket.enqueued):
             return failure
         self.lanes.advance()
@@ -144,21 +146,25 @@ class FaithfulExecutor:
     # ---- operations ------------------------------------------------------------------------------------------------
 
     def _fill(self, ticket: Ticket) -> None:
-        self.host_in[ticket.plan.slot].fill(ticket.plan)
+        host_in = self.host_in[ticket.plan.slot]
+        host_in.fill(ticket.plan)
+        ticket.num_words = host_in.num_words
 
     def _h2d(self, ticket: Ticket) -> None:
         if ticket.broken is OpKind.H2D or ticket.broken is OpKind.RESTORE:
             ticket.broken = OpKind.FORWARD  # the host went no further
             return
-        slot = ticket.plan.slot
-        self.dev_in[slot].buffer[:] = self.host_in[slot].buffer
+        slot, count = ticket.plan.slot, ticket.num_words
+        self.dev_in[slot].buffer[:count] = self.host_in[slot].buffer[:count]
 
     def _carry(self, ticket: Ticket) -> None:
-        """Overwrites placeholders by tokens that are still on the device."""
+        """Applies changes of block tables; overwrites placeholders by tokens that are still on the device."""
         if ticket.broken is OpKind.FORWARD:
             return
         plan = ticket.plan
         dev_in, seats = self.dev_in[plan.slot], self.config.max_num_seqs
+        dev_in.use(plan.bucket)
+        dev_in.table.reshape(-1)[dev_in.changes_at] = dev_in.changes_to
         for place, source in enumerate(dev_in.carry[: plan.num_tokens].tolist()):
             if source >= 0:
                 token = self.dev_out[source // seats][source % seats]
@@ -178,6 +184,7 @@ class FaithfulExecutor:
         plan = ticket.plan
         num_seqs, num_tokens = max(len(plan.rows), plan.bucket), max(plan.num_tokens, plan.bucket)
         dev_in, kv, size, epoch = self.dev_in[plan.slot], self.kv, self.config.block_size, ticket.epoch
+        dev_in.use(plan.bucket)
         tokens, positions = dev_in.token_ids[:num_tokens].tolist(), dev_in.positions[:num_tokens].tolist()
         targets, starts = dev_in.kv_positions[:num_tokens].tolist(), dev_in.query_start[: num_seqs + 1].tolist()
         rows, lengths = dev_in.rows[:num_seqs].tolist(), dev_in.seq_lens[:num_seqs].tolist()

@@ -1,13 +1,19 @@
 """Host inputs of a step: the arrays an executor copies to the device, one set per slot, written in place.
 
-A slot's copy of the block tables is updated by what changed since the slot was last filled, `depth` steps ago, not
-since the last step. The arrays may lie in pinned memory: pass `buffer`. Filling a slot whose previous
-step has not been collected overwrites what a copy may still read; the pipeline collects first.
+A step needs one copy, of the first `num_words` words of one buffer. Arrays lie close together, as long as the step's
+bucket wants them: a layout per bucket, at the same places every time, so that a captured graph may read them. Block
+tables stay on the device; what changed since the slot was last filled, `depth` steps ago and not one, travels as a list
+of changes that the carry-over operation applies. Where the list is too long for its place, or a step failed and nobody
+knows what arrived, the whole table is copied instead: it is the end of the buffer.
+
+Filling a slot whose previous step has not been collected overwrites what a copy may still read; the pipeline collects
+first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +33,25 @@ def plain_memory(count: int) -> Int32s:
     return np.zeros(count, dtype=np.int32)
 
 
+class Layout(NamedTuple):
+    """Where arrays are in the buffer, one after the other from its start; see `SlotInputs`. `sizes` are in words."""
+
+    num_seqs: int
+    sizes: tuple[int, ...]
+
+    @property
+    def num_words(self) -> int:
+        return sum(self.sizes)
+
+
 class SlotInputs:
-    """The arrays of one slot, int32, views of one buffer, so that one copy moves them.
+    """The arrays of one slot, int32 unless noted, views of one buffer.
 
-    T is max_num_batched_tokens or the largest bucket, S is max_num_seqs or the largest bucket:
+    T and S are the bucket; where a step is not padded, max_num_batched_tokens and max_num_seqs, or the largest bucket.
+    C is the room for changes: blocks that a step of this size can add.
 
+    changes_at    [C] int64  flat places in `table`; the last one, of the null row, where there are fewer changes
+    changes_to    [C]    what to write there
     token_ids     [T]    known tokens; PLACEHOLDER where carry-over will write
     positions     [T]
     kv_positions  [T]    block * block_size + offset that the token's KV is written to
@@ -40,41 +60,63 @@ class SlotInputs:
     query_start   [S+1]  first token of each sequence
     seq_lens      [S]    KV length after the step
     logits_at     [S]    flat token position of each sampled row's last token
+    samples       [S, words_per_sample]  an executor's own, for each sampled row
     table         [rows + 1, max_blocks_per_seq]  block tables by row; the last row is all null, for padding
     """
 
-    def __init__(self, config: EngineConfig, rows: Rows, allocate: Allocate = plain_memory) -> None:
+    def __init__(
+        self, config: EngineConfig, rows: Rows, allocate: Allocate = plain_memory, words_per_sample: int = 0
+    ) -> None:
         largest_bucket = max(config.decode_buckets, default=0)
-        tokens = max(config.max_num_batched_tokens, largest_bucket)
-        seqs = max(config.max_num_seqs, largest_bucket)
-        sizes = (
-            tokens,
-            tokens,
-            tokens,
-            tokens,
-            seqs,
-            seqs + 1,
-            seqs,
-            seqs,
-            rows.table.size + config.max_blocks_per_seq,
-        )
-        self.buffer = allocate(sum(sizes))
-        self.parts = parts = np.split(self.buffer, np.cumsum(sizes)[:-1])
-        self.token_ids, self.positions, self.kv_positions, self.carry = parts[:4]
-        self.rows, self.query_start, self.seq_lens, self.logits_at = parts[4:8]
-        self.table = parts[8].reshape(rows.capacity + 1, config.max_blocks_per_seq)
+        self._full = max(config.max_num_batched_tokens, largest_bucket), max(config.max_num_seqs, largest_bucket)
+        self._words_per_sample = words_per_sample
+        self._block_size = config.block_size
+        self._max_blocks = config.max_blocks_per_seq
+        self._layouts: dict[int, tuple[Layout, NDArray[np.int64], tuple[Int32s, ...], Int32s]] = {}
+        table_at = self.layout(0).num_words
+        self.buffer = allocate(table_at + rows.table.size + self._max_blocks)
+        self.table = self.buffer[table_at:].reshape(rows.capacity + 1, self._max_blocks)
         self.table[:-1], self.table[-1] = rows.table, NULL_BLOCK
+        self._flat_table = self.buffer[table_at:]
+        self._nowhere = self.table.size - 1
         self._state = rows
         self._changes = rows.journal()
-        self._ramp = np.arange(seqs + 1, dtype=np.int32)
+        self._ramp = np.arange(self._full[1] + 1, dtype=np.int32)
         self._decode_size = -1  # sequences of the pure decode step the ramps were last written for
+        self._num_changes = 0  # written in the layout in use
+        self._is_stale = True  # the device's table is not what the changes start from
+        self._bucket = -1
+        self.use(0)
+
+    def layout(self, bucket: int) -> Layout:
+        """The layout of steps that are padded to `bucket`; 0 for steps that are not padded."""
+        tokens, seqs = (bucket, bucket) if bucket else self._full
+        changes = seqs + tokens // self._block_size
+        sizes = (2 * changes, changes, tokens, tokens, tokens, tokens, seqs, seqs + 1, seqs, seqs)
+        return Layout(seqs, (*sizes, seqs * self._words_per_sample))
+
+    def use(self, bucket: int) -> bool:
+        """Names the arrays of a layout; True when they are others than before, and hold nothing that may be read."""
+        if bucket == self._bucket:
+            return False
+        if bucket not in self._layouts:
+            layout = self.layout(bucket)
+            arrays = np.split(self.buffer[: layout.num_words], np.cumsum(layout.sizes)[:-1])
+            samples = arrays[-1].reshape(layout.num_seqs, self._words_per_sample)
+            self._layouts[bucket] = layout, arrays[0].view(np.int64), tuple(arrays[1:-1]), samples
+        layout, self.changes_at, parts, self.samples = self._layouts[bucket]
+        self.changes_to, self.token_ids, self.positions, self.kv_positions, self.carry = parts[:5]
+        self.rows, self.query_start, self.seq_lens, self.logits_at = parts[5:]
+        self._bucket, self._words = bucket, layout.num_words
+        self._num_changes = len(self.changes_at)
+        self._decode_size = -1
+        return True
 
     def fill(self, plan: StepPlan) -> None:
-        """Writes everything the step reads."""
-        for rows, columns, blocks in self._changes:
-            self.table[rows, columns] = blocks
-        self._changes.clear()
-        n, size = plan.num_seqs, self._state.block_size
+        """Writes everything the step reads, but for `samples`."""
+        self.use(plan.bucket)
+        self._fill_changes()
+        n, size = plan.num_seqs, self._block_size
         self.rows[:n] = plan.rows
         self.seq_lens[:n] = plan.ends
         if plan.num_tokens == plan.num_decodes:
@@ -83,6 +125,30 @@ class SlotInputs:
             self._pad(n, plan.bucket)
         else:
             self._fill_mixed(plan, size)
+
+    def resend(self) -> None:
+        """The last copy may not have arrived: the next one takes the whole table."""
+        self._is_stale = True
+
+    def _fill_changes(self) -> None:
+        """Brings the table up to date, here and, by `num_words` and the list of changes, on the device."""
+        total = sum([len(blocks) for _, _, blocks in self._changes])
+        is_whole = self._is_stale or total > len(self.changes_at)
+        count = 0
+        for rows, columns, blocks in self._changes:
+            self.table[rows, columns] = blocks
+            if not is_whole:
+                self.changes_at[count : count + len(blocks)] = rows * self._max_blocks + columns
+                count += len(blocks)
+        self._changes.clear()
+        # What the places hold now, not what each change wrote: where one changed twice, the order does not matter.
+        self.changes_to[:count] = self._flat_table[self.changes_at[:count]]
+        if count < self._num_changes:
+            self.changes_at[count : self._num_changes] = self._nowhere
+            self.changes_to[count : self._num_changes] = NULL_BLOCK
+        self._num_changes = count
+        self._is_stale = False
+        self.num_words = len(self.buffer) if is_whole else self._words
 
     def _fill_ramps(self, n: int) -> None:
         """One token per sequence: token i belongs to sequence i, which is sampled row i."""

@@ -32,11 +32,12 @@ class Ticket:
     synchronize  the recording that Collect waits for, if any
     failure      what Collect answers, where a fault was planted
     bad_token    a sampled row, and the token it gets
+    num_words    of the host inputs that the copy to the device moves
     broken       the operation that raises
     enqueued     whether anything was
     """
 
-    __slots__ = ("bad_token", "broken", "enqueued", "epoch", "failure", "plan", "records", "synchronize")
+    __slots__ = ("bad_token", "broken", "enqueued", "epoch", "failure", "num_words", "plan", "records", "synchronize")
 
     def __init__(self, plan: StepPlan, epoch: int) -> None:
         self.plan = plan
@@ -45,6 +46,7 @@ class Ticket:
         self.synchronize: Recording | None = None
         self.failure: StepFailure | None = None
         self.bad_token: tuple[int, int] | None = None
+        self.num_words = 0
         self.broken: OpKind | None = None
         self.enqueued = True
 

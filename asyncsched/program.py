@@ -119,6 +119,8 @@ def build_program(plan: StepPlan) -> StepProgram:
 def template(slot: int, bucket: int, offload: bool = False, restore: bool = False) -> Template:
     """Copy in, carry over, compute, copy out: the same for every step, one that samples nothing too.
 
+    Carrying over completes the inputs on the device: with tokens that no host knows yet, and with the changes of block
+    tables, which stay in dev_in from step to step.
     An offload reads what earlier steps wrote: their `wait compute_done` stands before it on d2h. It goes before this
     step's own wait, so it overlaps the forward pass; the blocks it reads stay fenced until the step is collected. A
     restore goes to blocks that no step in flight touches, and h2d_done covers it.

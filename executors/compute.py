@@ -66,9 +66,11 @@ class ComputeLane:
 
     @torch.no_grad()
     def carry(self, slot: Slot, plan: StepPlan) -> None:
-        """Fills in the tokens that earlier steps in flight sample."""
-        if plan.num_decodes and not self._is_captured(plan):
-            self._carry(slot, plan.num_decodes)
+        """Completes the inputs: changes of block tables, and the tokens that earlier steps in flight sample."""
+        if not self._is_captured(plan):
+            slot.device.apply_changes()
+            if plan.num_decodes:
+                self._carry(slot, plan.num_decodes)
 
     @torch.no_grad()
     def forward(self, slot: Slot, plan: StepPlan) -> None:
@@ -181,6 +183,7 @@ class ComputeLane:
 
     def _capture(self, slot: Slot, bucket: int, features: Features) -> torch.cuda.CUDAGraph:
         """Records carry-over, forward pass and sampling of a decode step on the current stream; runs nothing."""
+        slot.use(bucket)
         view = self._slice(
             slot,
             num_tokens=bucket,
@@ -194,6 +197,7 @@ class ComputeLane:
         # Not `torch.cuda.graph`, which synchronizes the device and collects garbage first: steps are in flight.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
+            slot.device.apply_changes()
             self._carry(slot, bucket)
             self._run(slot, view, bucket, features)
         finally:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from asyncsched.program import Event, Lane
+
+Call = Callable[[], object]
 
 
 class CpuLanes:
@@ -21,19 +24,31 @@ class CpuLanes:
         self.device = torch.device("cpu")
         self._recorded: set[Event] = set()
         self._spans: list[tuple[int, int]] = []
+        self._started = 0
+
+    def begin(self) -> None:
+        """Nothing to remember."""
+
+    def end(self, begun: None) -> None:
+        """Nothing to go back to."""
+
+    def enter(self, lane: Lane) -> Call:
+        return _nothing
 
     @contextmanager
     def on(self, lane: Lane) -> Iterator[None]:
-        """Operations inside run on the lane, and their span is measured."""
-        start = time.perf_counter_ns()
+        """Operations inside run on the lane."""
         yield
-        self._spans.append((start, time.perf_counter_ns()))
 
-    def record(self, event: Event, lane: Lane) -> None:
-        self._recorded.add(event)
+    def recorder(self, event: Event, lane: Lane) -> Call:
+        return partial(self._recorded.add, event)
 
-    def wait(self, event: Event, lane: Lane) -> None:
-        self._require(event)
+    def waiter(self, event: Event, lane: Lane) -> Call:
+        return partial(self._require, event)
+
+    def bracket(self, lane: Lane) -> tuple[Call, Call]:
+        """An operation has run when it has been enqueued, so the host's clock measures it."""
+        return self._start, self._stop
 
     def synchronize(self, event: Event) -> None:
         self._require(event)
@@ -42,7 +57,7 @@ class CpuLanes:
         """Whatever was enqueued has run."""
 
     def take(self) -> list[tuple[int, int]]:
-        """The spans of each `on` since the last call, in order, for `read`."""
+        """The spans of bracketed operations since the last call, in order, for `read`."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -50,6 +65,16 @@ class CpuLanes:
         """Start and end of each span on the host's clock (ns)."""
         return spans
 
+    def _start(self) -> None:
+        self._started = time.perf_counter_ns()
+
+    def _stop(self) -> None:
+        self._spans.append((self._started, time.perf_counter_ns()))
+
     def _require(self, event: Event) -> None:
         if event not in self._recorded:
             raise RuntimeError(f"{event} was never recorded: the program lacks an operation")
+
+
+def _nothing() -> None:
+    """Entering a lane that is the thread itself."""

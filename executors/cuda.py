@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -17,6 +18,7 @@ from asyncsched.program import Event, Lane
 
 DEVICE_LANES = (Lane.H2D, Lane.COMPUTE, Lane.D2H)
 MAX_ORIGIN_AGE_MS = 1000.0  # elapsed times are single precision: a near origin keeps them below a microsecond
+Call = Callable[[], object]
 TimedPair = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
@@ -38,30 +40,36 @@ class CudaLanes:
         self._origin.synchronize()
         self._origin_ns = time.perf_counter_ns()
 
+    def begin(self) -> torch.cuda.Stream:
+        """The caller's stream, for `end`."""
+        return torch.cuda.current_stream(self.device)
+
+    def end(self, begun: torch.cuda.Stream) -> None:
+        torch.cuda.set_stream(begun)
+
+    def enter(self, lane: Lane) -> Call:
+        return partial(torch.cuda.set_stream, self.streams[lane])
+
     @contextmanager
     def on(self, lane: Lane) -> Iterator[None]:
-        """Work inside is enqueued on the lane's stream."""
-        stream = self.streams[lane]
-        with torch.cuda.stream(stream):
-            if not self._timed:
-                yield
-                return
-            pair = self._spare.popleft() if self._spare else _timed_pair()
-            pair[0].record(stream)
+        """Work inside is enqueued on the lane's stream; not measured."""
+        with torch.cuda.stream(self.streams[lane]):
             yield
-            pair[1].record(stream)
-            self._pending.append(pair)
 
-    def record(self, event: Event, lane: Lane) -> None:
-        if event not in self._events:
-            self._events[event] = torch.cuda.Event()
-        self._events[event].record(self.streams[lane])
+    def recorder(self, event: Event, lane: Lane) -> Call:
+        return partial(self._event(event).record, self.streams[lane])
 
-    def wait(self, event: Event, lane: Lane) -> None:
-        self.streams[lane].wait_event(self._events[event])
+    def waiter(self, event: Event, lane: Lane) -> Call:
+        return partial(self.streams[lane].wait_event, self._event(event))
+
+    def bracket(self, lane: Lane) -> tuple[Call, Call] | None:
+        if not self._timed:
+            return None
+        stream = self.streams[lane]
+        return partial(self._start, stream), partial(self._stop, stream)
 
     def synchronize(self, event: Event) -> None:
-        self._events[event].synchronize()
+        self._event(event).synchronize()
 
     def drain(self) -> None:
         """Waits for everything that was enqueued; after a failure only."""
@@ -69,7 +77,7 @@ class CudaLanes:
             stream.synchronize()
 
     def take(self) -> list[TimedPair]:
-        """The timing events of each `on` since the last call, in order, for `read`."""
+        """The timing events of bracketed operations since the last call, in order, for `read`."""
         pairs, self._pending = self._pending, []
         return pairs
 
@@ -85,6 +93,19 @@ class CudaLanes:
             else:
                 self._spare.append((start, end))
         return spans
+
+    def _event(self, event: Event) -> torch.cuda.Event:
+        if event not in self._events:
+            self._events[event] = torch.cuda.Event()
+        return self._events[event]
+
+    def _start(self, stream: torch.cuda.Stream) -> None:
+        pair = self._spare.popleft() if self._spare else _timed_pair()
+        pair[0].record(stream)
+        self._pending.append(pair)
+
+    def _stop(self, stream: torch.cuda.Stream) -> None:
+        self._pending[-1][1].record(stream)
 
 
 def _timed_pair() -> TimedPair:

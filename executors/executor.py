@@ -1,15 +1,17 @@
 """Interprets step programs on real lanes: each operation becomes work on the lane that the program names.
 
-It adds no order of its own. Where carry-over, forward pass and sampling are captured in one CUDA graph, replaying it is
-the forward operation, and the carry-over operation before it has nothing left to do.
+It adds no order of its own. A program's template is resolved once into the calls that its operations mean, one after
+the other; a step makes these calls. Where carry-over, forward pass and sampling are captured in one CUDA graph,
+replaying it is the forward operation, and the carry-over operation before it has nothing left to do.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,16 +19,24 @@ from numpy.typing import NDArray
 
 from asyncsched.pipeline import StepFailure
 from asyncsched.plan import StepPlan
-from asyncsched.program import Event, Lane, Op, OpKind, StepProgram
+from asyncsched.program import Event, Lane, Op, OpKind, StepProgram, Template
 from asyncsched.request import TokenArray
 from asyncsched.timeline import Span, Timeline
 from executors.errors import one_line
 from executors.sampling_layout import Features
 from executors.slots import Slot
 
+Call = Callable[[], object]
+OfPlan = Callable[[StepPlan], object]
+
 
 class Lanes(Protocol):
-    """Where operations run. See executors/cpu.py and executors/cuda.py."""
+    """Where operations run. See executors/cpu.py and executors/cuda.py.
+
+    `enter`, `recorder` and `waiter` answer calls that may be made many times. What is enqueued between `begin` and
+    `end` goes to the lane that was entered last. Where spans are measured, `bracket` answers the calls that go before
+    and behind an operation; `take` gives what they noted, for `read` once the step was collected.
+    """
 
     device: torch.device
     pinned: bool
@@ -34,9 +44,17 @@ class Lanes(Protocol):
 
     def on(self, lane: Lane) -> Any: ...
 
-    def record(self, event: Event, lane: Lane) -> None: ...
+    def begin(self) -> Any: ...
 
-    def wait(self, event: Event, lane: Lane) -> None: ...
+    def end(self, begun: Any) -> None: ...
+
+    def enter(self, lane: Lane) -> Call: ...
+
+    def recorder(self, event: Event, lane: Lane) -> Call: ...
+
+    def waiter(self, event: Event, lane: Lane) -> Call: ...
+
+    def bracket(self, lane: Lane) -> tuple[Call, Call] | None: ...
 
     def synchronize(self, event: Event) -> None: ...
 
@@ -62,12 +80,32 @@ class Compute(Protocol):
 OnLogprobs = Callable[[StepPlan, NDArray[np.int32]], None]
 
 
+class _Measured(NamedTuple):
+    """An operation whose span is measured."""
+
+    lane: str
+    name: str
+    size: Callable[[StepPlan], int]
+
+
+class _Resolved(NamedTuple):
+    """A template as calls in order; those of the second kind get the plan.
+
+    synchronize  the event that Collect waits for
+    """
+
+    template: Template  # kept, so that its identity stays its own
+    calls: tuple[tuple[Call, None] | tuple[None, OfPlan], ...]
+    measured: tuple[_Measured, ...]
+    synchronize: Event
+
+
 @dataclass(slots=True)
 class Ticket:
-    """A launched step. `names` and `spans` belong together; `cause` says why a launch broke off."""
+    """A launched step. `spans` is what the lanes noted; `cause` says why a launch broke off."""
 
-    program: StepProgram
-    names: list[tuple[Lane, str, int]] = field(default_factory=list)
+    plan: StepPlan
+    program: _Resolved
     spans: Any = None
     cause: str = ""
 
@@ -83,81 +121,111 @@ class Executor:
         self.slots = slots
         self.on_logprobs = on_logprobs
         self.timeline = timeline
+        self._resolved: dict[int, _Resolved] = {}  # by identity of the template
+        self._since = 0  # start of the host work that the next span records
 
     def launch(self, program: StepProgram) -> Ticket:
         """Enqueues everything up to `synchronize`. A step that cannot be enqueued fails when it is collected."""
-        ticket = Ticket(program)
-        started = time.perf_counter_ns()
+        self._since = time.perf_counter_ns()
+        template, plan = program
+        resolved = self._resolved.get(id(template)) or self._resolve(template)
+        ticket = Ticket(plan, resolved)
+        begun = self.lanes.begin()
         try:
-            for op in program.template.launched:
-                if op.kind is OpKind.FILL:
-                    self.slots[program.plan.slot].fill(program.plan)
-                    started = self._host_span("fill", program.plan, started)
+            for call, of_plan in resolved.calls:
+                if call is not None:
+                    call()
                 else:
-                    self._interpret(op, program.plan, ticket)
+                    of_plan(plan)  # type: ignore[misc]  # one of the two
         except Exception as error:  # out of memory, a kernel or a model that refuses: the fault of the step alone
             ticket.cause = f"{type(error).__name__}: {one_line(error)}"
+        self.lanes.end(begun)
         ticket.spans = self.lanes.take()
-        self._host_span("launch", program.plan, started)
+        self._host_span("launch", plan)
         return ticket
 
     def collect(self, ticket: Ticket) -> TokenArray | StepFailure:
         """Waits for the step and copies its tokens out of the slot."""
-        plan = ticket.program.plan
+        plan, resolved = ticket.plan, ticket.program
         slot = self.slots[plan.slot]
-        started = time.perf_counter_ns()
+        self._since = time.perf_counter_ns()
         if ticket.cause:
-            return self._failed(ticket.cause)
+            return self._failed(slot, ticket.cause)
         try:
-            self.lanes.synchronize(ticket.program.template.ops[-1].event)  # type: ignore[arg-type]  # names an event
+            self.lanes.synchronize(resolved.synchronize)
         except RuntimeError as error:
-            return self._failed(f"{type(error).__name__}: {one_line(error)}")
-        tokens: TokenArray = slot.host_tokens[: len(plan.sampled)].numpy().copy()
+            return self._failed(slot, f"{type(error).__name__}: {one_line(error)}")
+        self._host_span("collect", plan)
+        tokens = slot.take_tokens(len(plan.sampled))
         if slot.features & Features.LOGPROBS:
             self.on_logprobs(plan, slot.host_logprobs[: len(plan.sampled)].numpy().copy())
-        self._host_span("collect", plan, started)
-        if self.timeline is not None:
-            for (lane, name, size), (start, end) in zip(ticket.names, self.lanes.read(ticket.spans), strict=True):
-                self.timeline.spans.append(Span(lane.value, name, plan.step, plan.slot, start, end, size))
+        if self.timeline is not None and ticket.spans:
+            for (lane, name, size), (start, end) in zip(resolved.measured, self.lanes.read(ticket.spans), strict=True):
+                self.timeline.spans.append(Span(lane, name, plan.step, plan.slot, start, end, size(plan)))
         return tokens
 
-    def _failed(self, cause: str) -> StepFailure:
+    def _failed(self, slot: Slot, cause: str) -> StepFailure:
         """Once what was enqueued has run, the slot is free again; where nobody can tell, the step is stuck."""
         try:
             self.lanes.drain()
         except RuntimeError as error:
             return StepFailure(f"{cause}; the device does not answer any more: {one_line(error)}", stuck=True)
+        slot.inputs.resend()
         return StepFailure(cause)
 
-    def _interpret(self, op: Op, plan: StepPlan, ticket: Ticket) -> None:
-        lanes, slot, kind = self.lanes, self.slots[plan.slot], op.kind
-        if kind is OpKind.RECORD:
-            lanes.record(op.event, op.lane)  # type: ignore[arg-type]  # names an event
-        elif kind is OpKind.WAIT:
-            lanes.wait(op.event, op.lane)  # type: ignore[arg-type]  # names an event
-        elif kind is OpKind.CARRY:
-            self._enqueue(op, ticket, plan.num_decodes, lambda: self.compute.carry(slot, plan))
-        elif kind is OpKind.FORWARD:
-            self._enqueue(op, ticket, plan.num_tokens, lambda: self.compute.forward(slot, plan))
-        elif kind is OpKind.H2D:
-            self._enqueue(op, ticket, slot.input_bytes, slot.copy_in)
-        elif kind is OpKind.D2H:
-            self._enqueue(op, ticket, 4 * len(plan.sampled), lambda: slot.copy_out(plan))
-        elif kind is OpKind.OFFLOAD:
-            self._enqueue(op, ticket, len(plan.offload.host), lambda: self.compute.offload(plan))
-        elif kind is OpKind.RESTORE:
-            self._enqueue(op, ticket, len(plan.restore.host), lambda: self.compute.restore(plan))
-        else:
-            raise NotImplementedError(f"the program has an operation that this executor does not know: {kind}")
+    def _resolve(self, template: Template) -> _Resolved:
+        """The calls that the operations mean, in their order: entering lanes between them is all that is added."""
+        calls: list[tuple[Call, None] | tuple[None, OfPlan]] = []
+        measured: list[_Measured] = []
+        entered: Lane | None = None
+        for op in template.launched:
+            if op.kind is OpKind.RECORD or op.kind is OpKind.WAIT:
+                make = self.lanes.recorder if op.kind is OpKind.RECORD else self.lanes.waiter
+                calls.append((make(op.event, op.lane), None))  # type: ignore[arg-type]  # names an event
+                continue
+            work, size = self._work(op, self.slots[template.slot])
+            if op.lane is Lane.HOST:
+                calls.append((None, work))
+                continue
+            if op.lane is not entered:
+                calls.append((self.lanes.enter(op.lane), None))
+                entered = op.lane
+            bracket = self.lanes.bracket(op.lane)
+            if bracket is None:
+                calls.append((None, work))
+            else:
+                calls += ((bracket[0], None), (None, work), (bracket[1], None))
+                measured.append(_Measured(op.lane.value, op.kind.value, size))
+        resolved = _Resolved(template, tuple(calls), tuple(measured), template.ops[-1].event)  # type: ignore[arg-type]
+        self._resolved[id(template)] = resolved
+        return resolved
 
-    def _enqueue(self, op: Op, ticket: Ticket, size: int, work: Any) -> None:
-        ticket.names.append((op.lane, op.kind.value, size))
-        with self.lanes.on(op.lane):
-            work()
+    def _work(self, op: Op, slot: Slot) -> tuple[OfPlan, Callable[[StepPlan], int]]:
+        """What an operation does, and its size: bytes, tokens, or KV blocks."""
+        compute, kind = self.compute, op.kind
+        if kind is OpKind.FILL:
+            return partial(self._fill, slot), lambda plan: plan.num_seqs
+        if kind is OpKind.CARRY:
+            return partial(compute.carry, slot), lambda plan: plan.num_decodes
+        if kind is OpKind.FORWARD:
+            return partial(compute.forward, slot), lambda plan: plan.num_tokens
+        if kind is OpKind.H2D:
+            return slot.copy_in, lambda plan: slot.input_bytes
+        if kind is OpKind.D2H:
+            return slot.copy_out, lambda plan: 4 * len(plan.sampled)
+        if kind is OpKind.OFFLOAD:
+            return compute.offload, lambda plan: len(plan.offload.host)
+        if kind is OpKind.RESTORE:
+            return compute.restore, lambda plan: len(plan.restore.host)
+        raise NotImplementedError(f"the program has an operation that this executor does not know: {kind}")
 
-    def _host_span(self, name: str, plan: StepPlan, started: int) -> int:
-        """Records host work since `started`; returns now."""
-        now = time.perf_counter_ns()
+    def _fill(self, slot: Slot, plan: StepPlan) -> None:
+        slot.fill(plan)
+        self._host_span("fill", plan)
+
+    def _host_span(self, name: str, plan: StepPlan) -> None:
+        """Records host work since the last span, or since launch or collect began."""
         if self.timeline is not None:
-            self.timeline.spans.append(Span("host", name, plan.step, plan.slot, started, now, plan.num_seqs))
-        return now
+            now = time.perf_counter_ns()
+            self.timeline.spans.append(Span("host", name, plan.step, plan.slot, self._since, now, len(plan.rows)))
+            self._since = now

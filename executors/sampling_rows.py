@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncsched.errors import ConfigError
-from asyncsched.inputs import Allocate, Int32s, plain_memory
+from asyncsched.inputs import Int32s
 from asyncsched.plan import StepPlan
 from asyncsched.request import SamplingParams, TokenArray
 from asyncsched.rows import Rows
@@ -193,16 +193,20 @@ class SamplingRows:
 
 
 class SlotSampling:
-    """The sampling parameters of one slot's step, int32[S, NUM_WORDS] in plan order, in memory that `allocate` gives.
+    """The sampling parameters of one slot's step, written to `words`, int32[S, NUM_WORDS], in plan order.
 
-    `capacity` (S) is max_num_seqs or the largest bucket. A step without features leaves the parameters alone where
-    they are neutral already, so that greedy decoding pays nothing.
+    A step without features leaves the parameters alone where they are neutral already, so that greedy decoding pays
+    nothing.
     """
 
-    def __init__(self, rows: SamplingRows, capacity: int, allocate: Allocate = plain_memory) -> None:
-        self.words = allocate(capacity * NUM_WORDS).reshape(capacity, NUM_WORDS)
+    def __init__(self, rows: SamplingRows, words: Int32s) -> None:
         self.resets = NO_RESETS
         self._rows = rows
+        self.use(words)
+
+    def use(self, words: Int32s) -> None:
+        """Other memory, of unknown content."""
+        self.words = words
         self._num_neutral = 0
 
     def fill(self, plan: StepPlan, rows: Rows) -> Features:

@@ -12,24 +12,36 @@ import torch
 from asyncsched.config import EngineConfig
 from asyncsched.inputs import SlotInputs
 from asyncsched.plan import StepPlan
+from asyncsched.request import TokenArray
 from asyncsched.rows import Rows
 from executors.logprobs import num_words
-from executors.sampling_layout import Features
+from executors.sampling_layout import NUM_WORDS, Features
 from executors.sampling_rows import SamplingRows, SlotSampling
 
 
 class DeviceInputs:
-    """Views of a slot's device copy, int32, named as in `SlotInputs`."""
+    """Views of a slot's device copy as one layout has it, named as in `SlotInputs`; `words` are its samples."""
 
-    def __init__(self, buffer: torch.Tensor, host: SlotInputs) -> None:
-        parts = torch.split(buffer, [part.size for part in host.parts])
-        self.token_ids, self.positions, self.kv_positions, self.carry = parts[:4]
-        self.rows, self.query_start, self.seq_lens, self.logits_at = parts[4:8]
-        self.table = parts[8].view(*host.table.shape)
+    def __init__(self, inputs: SlotInputs, bucket: int, host: torch.Tensor, device: torch.Tensor) -> None:
+        layout = inputs.layout(bucket)
+        self.host_part, self.device_part = host[: layout.num_words], device[: layout.num_words]
+        parts = torch.split(self.device_part, layout.sizes)
+        self.changes_at, self.changes_to = parts[0].view(torch.int64), parts[1]
+        self.token_ids, self.positions, self.kv_positions, self.carry = parts[2:6]
+        self.rows, self.query_start, self.seq_lens, self.logits_at = parts[6:10]
+        self.words = parts[10].view(layout.num_seqs, NUM_WORDS)
+        self.table = device[len(device) - inputs.table.size :].view(*inputs.table.shape)
+
+    def apply_changes(self) -> None:
+        """Brings the block tables up to date, on the current stream: the compute lane's, before anything reads them."""
+        self.table.view(-1).index_copy_(0, self.changes_at, self.changes_to)
 
 
 class Slot:
-    """Slot `index` of `config.depth`; `tokens_out`, int32[max_num_seqs], is its part of the tokens of all slots."""
+    """Slot `index` of `config.depth`; `tokens_out`, int32[max_num_seqs], is its part of the tokens of all slots.
+
+    `device` and `words` are views of the device's copy, for the bucket of the step that was filled last.
+    """
 
     def __init__(
         self,
@@ -45,38 +57,55 @@ class Slot:
         self.features = Features.NONE
         self._rows = rows
         self._pinned = pinned
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # host, device
-        device, seqs = tokens_out.device, config.max_num_seqs
-        self._device = device
-        self.inputs = SlotInputs(config, rows, self._allocate)
-        self.device = DeviceInputs(self._buffers[0][1], self.inputs)
-        self.sampling = SlotSampling(sampling_rows, seqs, self._allocate)
-        self.words = self._buffers[1][1].view(self.sampling.words.shape)
-        self.resets = torch.empty(0, dtype=torch.int32, device=device)
+        seqs = config.max_num_seqs
+        self._on_device = tokens_out.device
+        self.inputs = SlotInputs(config, rows, self._allocate, NUM_WORDS)
+        self._device = torch.zeros(self._host.numel(), dtype=torch.int32, device=self._on_device)
+        self._layouts: dict[int, DeviceInputs] = {}
+        self.sampling = SlotSampling(sampling_rows, self.inputs.samples)
+        self.use(0)
+        self.resets = torch.empty(0, dtype=torch.int32, device=self._on_device)
         self._host_resets = torch.empty(0, dtype=torch.int32)
         width = num_words(sampling_rows.max_logprobs)
         self.tokens_out = tokens_out
-        self.logprobs_out = torch.zeros(seqs, width, dtype=torch.int32, device=device)
+        self.logprobs_out = torch.zeros(seqs, width, dtype=torch.int32, device=self._on_device)
         self.host_tokens = torch.zeros(seqs, dtype=torch.int32, pin_memory=pinned)
         self.host_logprobs = torch.zeros(seqs, width, dtype=torch.int32, pin_memory=pinned)
+        self._read_tokens: TokenArray = self.host_tokens.numpy()
+        self._token_copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by count: to, from
 
     @property
     def input_bytes(self) -> int:
-        return sum(host.nbytes for host, _ in self._buffers)
+        """What the last filled step copies to the device, resets of the sampler's state aside."""
+        return 4 * self.inputs.num_words
+
+    def use(self, bucket: int) -> None:
+        """Names the device's arrays for steps padded to this bucket; 0 for steps that are not padded."""
+        if bucket not in self._layouts:
+            self._layouts[bucket] = DeviceInputs(self.inputs, bucket, self._host, self._device)
+        self.device = self._layouts[bucket]
+        self.words = self.device.words
 
     def fill(self, plan: StepPlan) -> None:
         """Host work: writes everything that the step reads."""
-        self.inputs.fill(plan)
-        self.features = self.sampling.fill(plan, self._rows)
-        words = self.sampling.resets.words
+        inputs, sampling = self.inputs, self.sampling
+        if inputs.use(plan.bucket):
+            sampling.use(inputs.samples)
+        self.use(plan.bucket)
+        inputs.fill(plan)
+        self.features = sampling.fill(plan, self._rows)
+        words = sampling.resets.words
         if len(words):
             self._grow_resets(len(words))
             self._host_resets[: len(words)] = torch.from_numpy(words)
 
-    def copy_in(self) -> None:
-        """Host inputs to the device, on the current stream."""
-        for host, device in self._buffers:
-            device.copy_(host, non_blocking=True)
+    def copy_in(self, plan: StepPlan) -> None:
+        """Host inputs to the device, on the current stream: one copy, and a second one where rows are reset."""
+        device = self.device
+        if self.inputs.num_words == len(device.host_part):
+            device.device_part.copy_(device.host_part, non_blocking=True)
+        else:
+            self._device.copy_(self._host, non_blocking=True)
         count = len(self.sampling.resets.words)
         if count:
             self.resets[:count].copy_(self._host_resets[:count], non_blocking=True)
@@ -84,18 +113,24 @@ class Slot:
     def copy_out(self, plan: StepPlan) -> None:
         """Device outputs to the host, on the current stream."""
         count = len(plan.sampled)
-        self.host_tokens[:count].copy_(self.tokens_out[:count], non_blocking=True)
+        if count not in self._token_copies:
+            self._token_copies[count] = self.host_tokens[:count], self.tokens_out[:count]
+        host, device = self._token_copies[count]
+        host.copy_(device, non_blocking=True)
         if self.features & Features.LOGPROBS:
             self.host_logprobs[:count].copy_(self.logprobs_out[:count], non_blocking=True)
 
+    def take_tokens(self, count: int) -> TokenArray:
+        """The sampled tokens of a step that is over, copied out of the slot."""
+        return self._read_tokens[:count].copy()
+
     def _allocate(self, count: int) -> np.ndarray:
-        host = torch.zeros(count, dtype=torch.int32, pin_memory=self._pinned)
-        self._buffers.append((host, torch.zeros(count, dtype=torch.int32, device=self._device)))
-        return host.numpy()
+        self._host = torch.zeros(count, dtype=torch.int32, pin_memory=self._pinned)
+        return self._host.numpy()
 
     def _grow_resets(self, count: int) -> None:
         """Doubles the room for resets; the slot is free, so nothing on the device touches the old room."""
         if count > self._host_resets.numel():
             room = max(count, 2 * self._host_resets.numel(), 4096)
             self._host_resets = torch.zeros(room, dtype=torch.int32, pin_memory=self._pinned)
-            self.resets = torch.empty(room, dtype=torch.int32, device=self._device)  # no kernel: it could race
+            self.resets = torch.empty(room, dtype=torch.int32, device=self._on_device)  # no kernel: it could race

@@ -18,7 +18,9 @@ from asyncsched.plan import NO_SOURCE, StepPlan, StepShape
 from asyncsched.program import StepProgram
 from asyncsched.request import SamplingParams
 from asyncsched.rows import Rows
+from asyncsched.scheduler import Scheduler
 
+CHANGES = ("changes_at", "changes_to")
 ARRAYS = ("token_ids", "positions", "kv_positions", "carry", "rows", "query_start", "seq_lens", "logits_at")
 
 
@@ -28,6 +30,9 @@ class InputsRun(Run):
     def __init__(self, config: EngineConfig, script: Script) -> None:
         super().__init__(config, script)
         self.users: defaultdict[int, set[int]] = defaultdict(set)
+        self.on_device: dict[int, np.ndarray] = {}
+        self.copied: list[bool] = []  # of each step, whether the whole table was part of it
+        self.most_changes = 0
 
     def _launch(self, program: StepProgram) -> None:
         plan = program.plan
@@ -39,6 +44,18 @@ class InputsRun(Run):
             assert getattr(inputs, name)[: len(values)].tolist() == values, name
         assert np.array_equal(inputs.table[:-1], self.scheduler.rows.table)
         assert np.all(inputs.table[-1] == NULL_BLOCK)
+        self.copy_to_device(plan.slot, inputs)
+
+    def copy_to_device(self, slot: int, inputs: SlotInputs) -> None:
+        """What travels makes the device's table the host's, whatever the order in which changes are applied."""
+        on_device = self.on_device.setdefault(slot, np.full_like(inputs.buffer, -1))
+        on_device[: inputs.num_words] = inputs.buffer[: inputs.num_words]
+        self.copied.append(inputs.num_words == inputs.buffer.size)
+        table = on_device[-inputs.table.size :]
+        order = np.random.default_rng(len(self.copied)).permutation(len(inputs.changes_at))
+        table[inputs.changes_at[order]] = inputs.changes_to[order]
+        assert np.array_equal(table, inputs.table.ravel())
+        self.most_changes = max(self.most_changes, len(np.unique(inputs.changes_at)) - 1)
 
     def expect(self, plan: StepPlan, known: np.ndarray) -> dict[str, list[int]]:
         rows, size = self.scheduler.rows, self.config.block_size
@@ -123,6 +140,9 @@ def test_mixed_padded_and_stale_steps_occur():
     }
     assert kinds >= {(False, True, False), (True, True, False), (True, False, True), (True, False, False)}
     assert run.evictions
+    assert run.copied.count(True) > config.depth  # more than the first step of each slot: there was no room
+    assert run.copied.count(False) > len(run.copied) // 2
+    assert run.most_changes > 1
     assert any(len(users) > 2 for users in run.users.values())
 
 
@@ -135,14 +155,44 @@ def test_one_buffer_holds_all_arrays():
         return np.zeros(count, dtype=np.int32)
 
     rows = Rows(config)
-    inputs = SlotInputs(config, rows, allocate)
-    arrays = [getattr(inputs, name) for name in (*ARRAYS, "table")]
-    assert asked == [sum(array.size for array in arrays)]
-    assert all(np.shares_memory(array, inputs.buffer) for array in arrays)
-    assert all(array.dtype == np.int32 for array in arrays)
-    assert not any(np.shares_memory(a, b) for a in arrays for b in arrays if a is not b)
-    assert inputs.token_ids.size == 3  # the largest bucket
+    inputs = SlotInputs(config, rows, allocate, words_per_sample=5)
+    assert asked == [inputs.buffer.size]
+    for bucket, size in ((0, 3), (3, 3)):
+        inputs.use(bucket)
+        arrays = [getattr(inputs, name) for name in (*CHANGES, *ARRAYS, "samples")]
+        assert inputs.layout(bucket).num_words == sum(array.nbytes for array in arrays) // 4
+        assert all(np.shares_memory(array, inputs.buffer) for array in arrays)
+        assert {array.dtype for array in arrays[1:]} == {np.dtype(np.int32)}
+        arrays.append(inputs.table)
+        assert not any(np.shares_memory(a, b) for a in arrays for b in arrays if a is not b)
+        assert inputs.token_ids.size == size  # the largest bucket
+        assert inputs.samples.shape == (size, 5)
     assert inputs.table.shape == (rows.capacity + 1, 2)
+
+
+def test_a_padded_step_copies_what_its_bucket_needs():
+    config = EngineConfig(max_num_seqs=256, decode_buckets=(1, 32, 256))
+    inputs = SlotInputs(config, Rows(config), words_per_sample=11)
+    sizes = [4 * inputs.layout(bucket).num_words for bucket in (1, 32, 256)]
+    assert sizes == [92, 2844, 22724]
+    assert inputs.buffer.nbytes > 1e6  # with the block tables
+
+
+def test_a_step_that_failed_resends_the_table():
+    config = EngineConfig(depth=1, max_num_seqs=1, max_model_len=8, block_size=2)
+    scheduler = Scheduler(config)
+    inputs = SlotInputs(config, scheduler.rows)
+    scheduler.submit("a", np.array([1, 2], dtype=np.int32), SamplingParams(max_tokens=6))
+    whole = []
+    for step in range(4):
+        plan = scheduler.plan(0)
+        assert plan is not None
+        inputs.fill(plan)
+        whole.append(inputs.num_words == inputs.buffer.size)
+        if step == 1:
+            inputs.resend()
+        scheduler.commit(plan, np.array([3], dtype=np.int32))
+    assert whole == [True, False, True, False]
 
 
 @st.composite

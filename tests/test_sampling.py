@@ -532,7 +532,7 @@ def test_logprobs_of_a_vocabulary_smaller_than_the_list() -> None:
 
 def test_a_greedy_step_leaves_a_neutral_slot_alone() -> None:
     rows = SamplingRows(3, 50)
-    slot = SlotSampling(rows, 8)
+    slot = SlotSampling(rows, np.zeros((8, NUM_WORDS), dtype=np.int32))
     scheduler = Scheduler(EngineConfig(depth=1, max_num_seqs=3))
     for row, params in enumerate((SamplingParams(temperature=0.0), SamplingParams(seed=1))):
         rows.seat(row, row, params, NO_TOKENS, NO_TOKENS)
@@ -618,7 +618,11 @@ class TinyEngine:
         sampling = SamplingRows(rows.capacity, VOCAB)
         self.state = SamplerState(rows.capacity, VOCAB, CPU)
         self.slots = [
-            (SlotInputs(config, rows), SlotSampling(sampling, config.max_num_seqs)) for _ in range(config.depth)
+            (
+                SlotInputs(config, rows),
+                SlotSampling(sampling, np.zeros((config.max_num_seqs, NUM_WORDS), dtype=np.int32)),
+            )
+            for _ in range(config.depth)
         ]
         self.dev_out = torch.zeros(config.depth, config.max_num_seqs, dtype=torch.int32)
         self.features: set[Features] = set()
