@@ -57,19 +57,28 @@ class Step(Protocol):
     """Takes the calls of the hook during one model call."""
 
     def attend(
-        self, layer: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
+        self,
+        layer: torch.nn.Module | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rule: AttentionRule,
     ) -> torch.Tensor:
-        """Queries, new keys and new values are [T, heads, dim]; returns [T, query_heads, value_dim]."""
+        """Queries, new keys and new values are [T, heads, dim]; returns [T, query_heads, value_dim].
+
+        layer  who calls; None means the one after the last that called, or the first
+        """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PagedStep:
-    """A forward pass over the cache. `layers` gives the index of each layer that calls the hook."""
+    """A forward pass over the cache. `layers` gives the index of each layer that calls the hook, in order of calls."""
 
     layers: Mapping[torch.nn.Module, int]
     kv: KvCache
     kv_positions: torch.Tensor
     run: Attend
+    turn: int = 0
 
     @classmethod
     def begin(
@@ -78,9 +87,15 @@ class PagedStep:
         return cls(layers, kv, view.kv_positions.long(), backend.begin(view, kv))
 
     def attend(
-        self, layer: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
+        self,
+        layer: torch.nn.Module | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rule: AttentionRule,
     ) -> torch.Tensor:
-        index = self.layers[layer]
+        index = self.turn if layer is None else self.layers[layer]
+        self.turn = index + 1
         self.kv.write(index, key, value, self.kv_positions)
         return self.run(query, self.kv.keys[index], self.kv.values[index], rule)
 
@@ -115,14 +130,38 @@ def paged_attention(
     The mask is ignored: causality and window follow from positions. What else a model may hand over (a position
     bias, its own mask) is lost here, and is found by the self-check at load.
     """
-    rule = AttentionRule(
-        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if torch.compiler.is_compiling():
+        return torch.ops.asyncsched.attend(queries, keys, values, scale, sliding_window, softcap, s_aux)[None], None
+    rule = AttentionRule(scale, sliding_window, softcap, s_aux)
     return _step.get().attend(module, queries, keys, values, rule)[None], None
 
 
+def _attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The hook inside a compiled layer: opaque to the compiler, and one code for all layers, so it may not name one."""
+    return _step.get().attend(None, queries, keys, values, AttentionRule(scale, window, softcap, sinks))
+
+
+def _attended(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: object) -> torch.Tensor:
+    """What the compiler has to know of it: shape and layout of the answer."""
+    return queries.new_empty((queries.shape[0], queries.shape[1], values.shape[2]))
+
+
+# Not `torch.library.custom_op`, whose wrappers cost the host more than the call.
+_LIBRARY = torch.library.Library("asyncsched", "DEF")
+_LIBRARY.define(
+    "attend(Tensor queries, Tensor keys, Tensor values, float scale, int? window, float? softcap, Tensor? sinks)"
+    " -> Tensor"
+)
+_LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("asyncsched::attend", _attended, lib=_LIBRARY)
 AttentionInterface.register(PAGED, paged_attention)

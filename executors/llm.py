@@ -21,6 +21,7 @@ from asyncsched.program import Lane
 from asyncsched.request import SamplingParams
 from asyncsched.scheduler import Scheduler
 from asyncsched.timeline import Timeline
+from executors.compiled import CompileSettings
 from executors.compute import ComputeLane
 from executors.cpu import CpuLanes
 from executors.cuda import CudaLanes
@@ -57,6 +58,7 @@ class LLM:
     num_blocks  KV blocks; None takes what fits the free memory
     seed        for requests without a seed of their own, and for dummy weights
     timeline    record spans of every lane
+    compile     compile the model's layers; None means on CUDA
     report      called with one line for each stage of start-up
     """
 
@@ -75,6 +77,7 @@ class LLM:
         timeline: bool = False,
         report: Report | None = None,
         attention: str = "auto",
+        compile: bool | CompileSettings | None = None,
         **engine: Any,
     ) -> None:
         say = report or (lambda line: None)
@@ -90,6 +93,8 @@ class LLM:
             dummy_weights=dummy_weights,
             seed=seed,
             attention=attention,
+            compile=_compile_settings(compile, where),
+            report=say,
         )
         say("allocating the KV pool")
         self.config = _engine_config(self.model, steps, num_blocks, engine)
@@ -329,6 +334,13 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | None:
     if name not in known:
         raise ConfigError("dtype", name, f"use one of auto, {', '.join(known)}")
     return known[name]
+
+
+def _compile_settings(compile: bool | CompileSettings | None, device: torch.device) -> CompileSettings | None:
+    if isinstance(compile, CompileSettings):
+        return compile
+    wanted = device.type == "cuda" if compile is None else compile
+    return CompileSettings() if wanted else None
 
 
 def _engine_config(model: Model, depth: int, num_blocks: int | None, given: Mapping[str, Any]) -> EngineConfig:

@@ -7,17 +7,18 @@ with those of its own attention. `forward` is one step: it neither waits for the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncsched.errors import AsyncschedError
-from executors import kv_cache, self_check
+from executors import compiled, kv_cache, merged, self_check
 from executors.attention import AttentionBackend, PagedStep, during
 from executors.backends import choose_backend
+from executors.compiled import Compiled, CompileSettings
 from executors.errors import UnsupportedModelError, one_line
 from executors.kv_cache import KvCache, LayerShape
 from executors.model_files import load_config, load_weights, random_weights
@@ -25,6 +26,8 @@ from executors.probe import probe
 from executors.refusals import refuse_config, refuse_layers, refuse_module
 from executors.rotary import pin_frequencies
 from executors.step_view import StepView
+
+Report = Callable[[str], None]
 
 CONTEXT_FIELDS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions")  # first found is the context
 
@@ -39,6 +42,7 @@ class Model:
     vocab_size     width of the logits; token ids are below it
     max_model_len  longest context in tokens, or None where the configuration names none
     backend        what computes attention
+    compiled       what was compiled, or None where layers run as they were written
     """
 
     name: str
@@ -51,6 +55,7 @@ class Model:
     dtype: torch.dtype
     _index: dict[torch.nn.Module, int]
     _keeps_logits: bool
+    compiled: Compiled | None = None
 
     @classmethod
     def load(
@@ -63,6 +68,9 @@ class Model:
         seed: int = 0,
         initializer_range: float | None = None,
         attention: str = "auto",
+        merge: bool = True,
+        compile: CompileSettings | None = None,
+        report: Report | None = None,
         check: bool = True,
     ) -> Model:
         """A model by name (folder, .gguf file, or on the Hub) or, with dummy weights, by configuration.
@@ -71,6 +79,9 @@ class Model:
         dummy_weights  random weights made on the device from `seed`, as wide as the configuration says, or
                        `initializer_range`; a configuration has no others
         attention      a backend's name, or "auto"
+        merge          products of one input are computed as one (`executors.merged`)
+        compile        how to compile the layers, or None; what cannot be compiled, or is wrong then, runs as it is
+        report         called with a line about the compilation
         check          run `self_check`; a caller that leaves it out runs it later
 
         Raises ModelLoadError, or UnsupportedModelError for what cannot run over a paged cache.
@@ -88,16 +99,20 @@ class Model:
                     config, dtype=chosen, device=device, seed=seed, initializer_range=initializer_range
                 )
             refuse_module(module)
-            loaded = cls._over(name, module.eval().requires_grad_(False), device, attention)
-            if check:
+            loaded = cls._over(name, module.eval().requires_grad_(False), device, attention, merge=merge)
+            if compile is not None:
+                loaded = loaded._compile(compile, report or (lambda line: None), check=check)
+            if check and loaded.compiled is None:
                 loaded._check()
             return loaded
 
     @classmethod
-    def _over(cls, name: str, module: PreTrainedModel, device: torch.device, attention: str) -> Model:
+    def _over(cls, name: str, module: PreTrainedModel, device: torch.device, attention: str, *, merge: bool) -> Model:
         rotary_limit = pin_frequencies(module)
-        probed = probe(module)
+        with merged.watching(merged.find(module) if merge else ()) as alike:
+            probed = probe(module)
         refuse_layers(len(probed.layers), module.config)
+        merged.merge(alike)
         return cls(
             name=name,
             module=module,
@@ -152,6 +167,20 @@ class Model:
         """Compares logits through the cache with those of the model's own attention; raises UnsupportedModelError."""
         with _naming(self.name, self.module.config):
             self._check()
+
+    def _compile(self, settings: CompileSettings, report: Report, *, check: bool) -> Model:
+        """With compiled layers, or as it is where the compiler fails or, with `check`, the logits are others then."""
+        report("compiling the layers")
+        try:
+            done = compiled.compile_layers(self.module, list(self._index), settings, self.forward, self.allocate_kv)
+            if check:
+                self._check()
+        except Exception as cause:  # the compiler's, or a refusal by the self-check
+            compiled.restore(self.module)
+            report(f"the layers run uncompiled: {one_line(cause)}")
+            return self
+        report(str(done))
+        return replace(self, compiled=done)
 
     def _check(self) -> None:
         kv = self.allocate_kv(self_check.NUM_BLOCKS, self_check.BLOCK_SIZE)

@@ -1,7 +1,8 @@
 """Admission by logits: a model is right over a paged cache if its logits are those of its own attention.
 
 Two random sequences, longer than the model's windows, go through the model's own eager attention, one at a time, whole.
-The same go through the paged path together, in uneven chunks, through shuffled blocks, the cache full of NaN before.
+The same go through the paged path together, in uneven chunks, through shuffled blocks, the cache full of NaN before,
+with merged products and compiled layers where the model has them; its own attention runs as the model was written.
 Windows are shortened for both, so that a short prompt exceeds them.
 
 How far rounding alone may take the logits apart depends on the model and its dtype. It is measured: the model's own
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from executors import compiled, merged
 from executors.attention import PAGED
 from executors.errors import UnsupportedModelError
 from executors.kv_cache import KvCache
@@ -65,7 +67,8 @@ def _own_logits(module: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
     token_ids = torch.tensor([tokens], device=module.device)
     module.set_attn_implementation("eager")
     try:
-        output = module(input_ids=token_ids, attention_mask=torch.ones_like(token_ids), use_cache=True)
+        with merged.apart(module), compiled.suspended(module):
+            output = module(input_ids=token_ids, attention_mask=torch.ones_like(token_ids), use_cache=True)
     finally:
         module.set_attn_implementation(PAGED)
     return output.logits[0].float()

@@ -1,0 +1,203 @@
+"""Compiled layers: one compilation per kind and size class, no graph break, the tokens of the layers as written.
+
+The compiler's front end is the same whatever the backend, so most tests stop at its graphs ("eager"); "inductor" is
+what users get.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_llm import GREEDY, PROMPTS, tiny_llm, tokens_of
+from test_models import Driver, Sabotaged, prompts
+from tiny_models import TINY, WINDOW, tiny_model
+from torch import nn
+from torch._dynamo.utils import counters
+from transformers import LlamaConfig
+
+from executors import attention, compiled
+from executors.attention import PagedStep
+from executors.compiled import CompileSettings, decoder_layers
+from executors.errors import UnsupportedModelError
+from executors.models import Model
+
+torch.set_num_threads(1)
+
+TRACED = CompileSettings(backend="eager")
+SIZES = 2  # one token, and any other number
+KINDS = dict.fromkeys(TINY, 1) | {"gemma2": 2, "gemma3": 2, "gpt-oss-sinks": 2}  # sliding and global layers
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compilations() -> int:
+    assert not counters["graph_break"]
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_one_compilation_serves_all_layers_of_a_kind_and_any_number_of_tokens(name: str) -> None:
+    said: list[str] = []
+    model = tiny_model(name, compile=TRACED, report=said.append)
+    assert model.compiled is not None
+    assert model.compiled.kinds == KINDS[name]
+    assert said == ["compiling the layers", str(model.compiled)]
+    assert compilations() == SIZES * KINDS[name]
+    expected = Driver(tiny_model(name), prompts())
+    driver = Driver(model, prompts())
+    assert driver.run() == expected.run()
+    assert compilations() == SIZES * KINDS[name]
+    for actual, wanted in zip(driver.logits, expected.logits, strict=True):
+        torch.testing.assert_close(torch.stack(actual), torch.stack(wanted), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [1, 5])
+def test_more_layers_are_no_more_compilations(layers: int) -> None:
+    config = TINY["llama"]()
+    config.num_hidden_layers = layers
+    model = Model.load(config, device="cpu", dtype=torch.float32, dummy_weights=True, compile=TRACED)
+    assert model.compiled is not None
+    assert compilations() == SIZES
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_generated_code_gives_the_same_tokens_at_every_depth(name: str) -> None:
+    """In float32 those of the layers as written; and whatever the dtype, those of every depth."""
+    settings = CompileSettings()
+    wanted = tokens_of(tiny_llm(name).generate(PROMPTS, GREEDY))
+    for depth in (1, 2, 3):
+        llm = tiny_llm(name, depth=depth, compile=settings)
+        assert llm.model.compiled is not None
+        assert tokens_of(llm.generate(PROMPTS, GREEDY)) == wanted
+        assert llm.scheduler.preemptions > 0
+    assert not counters["graph_break"]
+
+
+def test_merged_products_stay_merged() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    for merge, products in ((True, 4), (False, 7)):
+        torch._dynamo.reset()
+        graphs.clear()
+        model = tiny_model("llama", merge=merge, compile=dataclasses.replace(TRACED, backend=keep))
+        assert model.compiled is not None
+        assert len(graphs) == SIZES
+        linear = [node for node in graphs[0].graph.nodes if "linear" in str(node.target)]
+        assert len(linear) == products
+
+
+def test_nothing_is_kept_after_a_compiled_layer() -> None:
+    model = tiny_model("llama", compile=TRACED)
+    Driver(model, prompts()).run()
+    groups = [each for each in model.module.modules() if type(each).__name__ == "Merged"]
+    assert len(groups) == 4
+    assert all(each._input is None and each._outputs == () for each in groups)
+
+
+def test_layers_that_differ_are_kinds() -> None:
+    """By a shape, a window, or a number that steers their code; a layer's ordinal is none."""
+    model = tiny_model("llama")
+    layers = decoder_layers(model.module, list(model._index))
+    assert len({compiled._kind(layer) for layer in layers}) == 1
+    layers[1].self_attn.scaling *= 2
+    assert len({compiled._kind(layer) for layer in layers}) == 2
+
+
+# Faults
+
+
+def test_a_layer_that_cannot_be_compiled_runs_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    forward = LlamaMLP.forward
+
+    def reads(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        return forward(self, x) if float(x.sum()) > 0 else forward(self, x) * 1.0
+
+    monkeypatch.setattr(LlamaMLP, "forward", reads)
+    said: list[str] = []
+    model = tiny_model("llama", compile=TRACED, report=said.append)
+    assert model.compiled is None
+    assert len(said) == 2
+    assert said[1].startswith("the layers run uncompiled: ")
+    assert "\n" not in said[1]
+    assert Driver(model, prompts()).run() == Driver(tiny_model("llama"), prompts()).run()
+
+
+def test_wrong_code_is_found_and_not_used() -> None:
+    def wrong(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and node.target is torch.nn.functional.silu:
+                node.target = torch.nn.functional.relu
+        graph.recompile()
+        return graph.forward
+
+    said: list[str] = []
+    model = tiny_model("llama", compile=dataclasses.replace(TRACED, backend=wrong), report=said.append)
+    assert model.compiled is None
+    assert "differ from those of its own attention" in said[1]
+    assert Driver(model, prompts()).run() == Driver(tiny_model("llama"), prompts()).run()
+
+
+def test_a_model_that_is_wrong_is_refused_compiled_or_not() -> None:
+    model = tiny_model("gemma2", compile=TRACED)
+    wrong = dataclasses.replace(model, backend=Sabotaged(lambda rule: rule._replace(softcap=None)))
+    with pytest.raises(UnsupportedModelError, match="differ from those of its own attention"):
+        wrong.self_check()
+
+
+def test_layers_in_another_turn_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled layer does not know which it is: its keys must not end up in another layer's cache."""
+    attend = PagedStep.attend
+
+    def stuck(self: PagedStep, layer: nn.Module | None, *rest: Any) -> torch.Tensor:
+        self.turn = 0
+        return attend(self, layer, *rest)
+
+    model = tiny_model("llama", compile=TRACED)
+    model.self_check()
+    monkeypatch.setattr(attention.PagedStep, "attend", stuck)
+    with pytest.raises(UnsupportedModelError, match="differ from those of its own attention"):
+        model.self_check()
+
+
+def test_a_window_that_was_compiled_in_does_not_outlive_it() -> None:
+    """The self-check shortens windows: the code compiled for it is not what runs afterwards."""
+    config = TINY["mistral-window"]()
+    config.sliding_window = 30
+    options = {"device": "cpu", "dtype": torch.float32, "dummy_weights": True}
+    model = Model.load(config, compile=TRACED, **options)
+    assert model.compiled is not None
+    assert model.sliding_window == 30
+    assert Driver(model, prompts()).run() == Driver(Model.load(config, **options), prompts()).run()
+    config.sliding_window = WINDOW
+    assert Driver(model, prompts()).run() != Driver(Model.load(config, **options), prompts()).run()
+
+
+def test_a_model_without_a_list_of_layers_runs_as_it_was_written() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(UnsupportedModelError, match="no list"):
+        decoder_layers(model.module, list(model._index)[:1])
+
+
+def test_the_default_is_uncompiled_on_a_cpu() -> None:
+    said: list[str] = []
+    assert tiny_llm(report=said.append).model.compiled is None
+    assert not any("compil" in line for line in said)
+    config = LlamaConfig(**{**TINY["llama"]().to_dict(), "num_hidden_layers": 1})
+    assert tiny_llm(config=config, compile=TRACED, report=said.append).model.compiled is not None
+    assert any(line.startswith("compiled 1 kind of layers in ") for line in said)
