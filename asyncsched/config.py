@@ -29,6 +29,7 @@ class EngineConfig:
     enable_chunked_prefill  let a prompt be computed over several steps; off, a prompt must fit one step
     sliding_window          keys a query sees, itself included; None means all
     decode_buckets          batch sizes that pure decode steps are padded to (CUDA graphs); () means no padding
+    mixed_buckets           tokens that other steps are padded to, up to the largest; () means no padding
     admission               order of the queue: fcfs, priority, shortest-prompt, or module:Class
     victim                  who is preempted: latest-arrival, lowest-priority, least-progress, or module:Class
     reservation             blocks an admission must find free: optimistic, worst-case, or module:Class
@@ -48,6 +49,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     sliding_window: int | None = None
     decode_buckets: tuple[int, ...] = ()
+    mixed_buckets: tuple[int, ...] = ()
     admission: str = "fcfs"
     victim: str = "latest-arrival"
     reservation: str = "optimistic"
@@ -81,6 +83,11 @@ class EngineConfig:
         ):
             allowed = f"use increasing batch sizes from 1 to max_num_seqs {self.max_num_seqs}"
             raise ConfigError("decode_buckets", self.decode_buckets, allowed)
+        if list(self.mixed_buckets) != sorted(set(self.mixed_buckets)) or any(
+            not 1 <= b <= self.max_num_batched_tokens for b in self.mixed_buckets
+        ):
+            allowed = f"use increasing numbers of tokens from 1 to max_num_batched_tokens {self.max_num_batched_tokens}"
+            raise ConfigError("mixed_buckets", self.mixed_buckets, allowed)
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -10,7 +10,8 @@ def describe(plan: StepPlan) -> str:
     rows = zip(plan.requests.tolist(), plan.starts.tolist(), plan.ends.tolist(), strict=True)
     parts = " ".join(f"{request}[{start}:{end}]" for request, start, end in rows)
     carry = ",".join(map(str, plan.carry.tolist()))
-    line = f"step {plan.step} slot {plan.slot} bucket {plan.bucket}: {parts} carry {carry}"
+    padded = f"mixed bucket {plan.mixed_bucket}" if plan.mixed_bucket else f"bucket {plan.bucket}"
+    line = f"step {plan.step} slot {plan.slot} {padded}: {parts} carry {carry}"
     return line + _copies("offload", plan.offload) + _copies("restore", plan.restore)
 
 

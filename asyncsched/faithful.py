@@ -163,7 +163,7 @@ class FaithfulExecutor:
             return
         plan = ticket.plan
         dev_in, seats = self.dev_in[plan.slot], self.config.max_num_seqs
-        dev_in.use(plan.bucket)
+        dev_in.use((plan.bucket, plan.mixed_bucket))
         dev_in.table.reshape(-1)[dev_in.changes_at] = dev_in.changes_to
         for place, source in enumerate(dev_in.carry[: plan.num_tokens].tolist()):
             if source >= 0:
@@ -184,7 +184,7 @@ class FaithfulExecutor:
         plan = ticket.plan
         num_seqs, num_tokens = max(len(plan.rows), plan.bucket), max(plan.num_tokens, plan.bucket)
         dev_in, kv, size, epoch = self.dev_in[plan.slot], self.kv, self.config.block_size, ticket.epoch
-        dev_in.use(plan.bucket)
+        dev_in.use((plan.bucket, plan.mixed_bucket))
         tokens, positions = dev_in.token_ids[:num_tokens].tolist(), dev_in.positions[:num_tokens].tolist()
         targets, starts = dev_in.kv_positions[:num_tokens].tolist(), dev_in.query_start[: num_seqs + 1].tolist()
         rows, lengths = dev_in.rows[:num_seqs].tolist(), dev_in.seq_lens[:num_seqs].tolist()

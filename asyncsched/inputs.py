@@ -27,6 +27,8 @@ PLACEHOLDER = 0  # stands for the token that carry-over fills in
 
 Int32s = NDArray[np.int32]
 Allocate = Callable[[int], Int32s]
+Buckets = tuple[int, int]  # decode bucket and mixed bucket, as in the plan
+NOT_PADDED: Buckets = (0, 0)
 
 
 def plain_memory(count: int) -> Int32s:
@@ -47,7 +49,8 @@ class Layout(NamedTuple):
 class SlotInputs:
     """The arrays of one slot, int32 unless noted, views of one buffer.
 
-    T and S are the bucket; where a step is not padded, max_num_batched_tokens and max_num_seqs, or the largest bucket.
+    T and S are the decode bucket; or T is the mixed bucket and S max_num_seqs; where a step is not padded,
+    max_num_batched_tokens and max_num_seqs, or the largest decode bucket.
     C is the room for changes: blocks that a step of this size can add.
 
     changes_at    [C] int64  flat places in `table`; the last one, of the null row, where there are fewer changes
@@ -60,6 +63,7 @@ class SlotInputs:
     query_start   [S+1]  first token of each sequence
     seq_lens      [S]    KV length after the step
     logits_at     [S]    flat token position of each sampled row's last token
+    counts        [2]    sequences that decode, which come first, and all sequences; padding of a decode bucket included
     samples       [S, words_per_sample]  an executor's own, for each sampled row
     table         [rows + 1, max_blocks_per_seq]  block tables by row; the last row is all null, for padding
     """
@@ -72,8 +76,8 @@ class SlotInputs:
         self._words_per_sample = words_per_sample
         self._block_size = config.block_size
         self._max_blocks = config.max_blocks_per_seq
-        self._layouts: dict[int, tuple[Layout, NDArray[np.int64], tuple[Int32s, ...], Int32s]] = {}
-        table_at = self.layout(0).num_words
+        self._layouts: dict[Buckets, tuple[Layout, NDArray[np.int64], tuple[Int32s, ...], Int32s]] = {}
+        table_at = self.layout(NOT_PADDED).num_words
         self.buffer = allocate(table_at + rows.table.size + self._max_blocks)
         self.table = self.buffer[table_at:].reshape(rows.capacity + 1, self._max_blocks)
         self.table[:-1], self.table[-1] = rows.table, NULL_BLOCK
@@ -85,46 +89,49 @@ class SlotInputs:
         self._decode_size = -1  # sequences of the pure decode step the ramps were last written for
         self._num_changes = 0  # written in the layout in use
         self._is_stale = True  # the device's table is not what the changes start from
-        self._bucket = -1
-        self.use(0)
+        self._buckets: Buckets | None = None
+        self.use(NOT_PADDED)
 
-    def layout(self, bucket: int) -> Layout:
-        """The layout of steps that are padded to `bucket`; 0 for steps that are not padded."""
+    def layout(self, buckets: Buckets) -> Layout:
+        """The layout of steps that are padded so."""
+        bucket, mixed_bucket = buckets
         tokens, seqs = (bucket, bucket) if bucket else self._full
+        tokens = mixed_bucket or tokens
         changes = seqs + tokens // self._block_size
-        sizes = (2 * changes, changes, tokens, tokens, tokens, tokens, seqs, seqs + 1, seqs, seqs)
+        sizes = (2 * changes, changes, tokens, tokens, tokens, tokens, seqs, seqs + 1, seqs, seqs, 2)
         return Layout(seqs, (*sizes, seqs * self._words_per_sample))
 
-    def use(self, bucket: int) -> bool:
+    def use(self, buckets: Buckets) -> bool:
         """Names the arrays of a layout; True when they are others than before, and hold nothing that may be read."""
-        if bucket == self._bucket:
+        if buckets == self._buckets:
             return False
-        if bucket not in self._layouts:
-            layout = self.layout(bucket)
+        if buckets not in self._layouts:
+            layout = self.layout(buckets)
             arrays = np.split(self.buffer[: layout.num_words], np.cumsum(layout.sizes)[:-1])
             samples = arrays[-1].reshape(layout.num_seqs, self._words_per_sample)
-            self._layouts[bucket] = layout, arrays[0].view(np.int64), tuple(arrays[1:-1]), samples
-        layout, self.changes_at, parts, self.samples = self._layouts[bucket]
+            self._layouts[buckets] = layout, arrays[0].view(np.int64), tuple(arrays[1:-1]), samples
+        layout, self.changes_at, parts, self.samples = self._layouts[buckets]
         self.changes_to, self.token_ids, self.positions, self.kv_positions, self.carry = parts[:5]
-        self.rows, self.query_start, self.seq_lens, self.logits_at = parts[5:]
-        self._bucket, self._words = bucket, layout.num_words
+        self.rows, self.query_start, self.seq_lens, self.logits_at, self.counts = parts[5:]
+        self._buckets, self._words = buckets, layout.num_words
         self._num_changes = len(self.changes_at)
         self._decode_size = -1
         return True
 
     def fill(self, plan: StepPlan) -> None:
         """Writes everything the step reads, but for `samples`."""
-        self.use(plan.bucket)
+        self.use((plan.bucket, plan.mixed_bucket))
         self._fill_changes()
-        n, size = plan.num_seqs, self._block_size
+        n = plan.num_seqs
         self.rows[:n] = plan.rows
         self.seq_lens[:n] = plan.ends
-        if plan.num_tokens == plan.num_decodes:
+        if plan.num_tokens == plan.num_decodes and not plan.mixed_bucket:
             self._fill_tokens(plan, 0, n, plan.rows, plan.starts)
             self._fill_ramps(max(n, plan.bucket))
             self._pad(n, plan.bucket)
         else:
-            self._fill_mixed(plan, size)
+            self._fill_mixed(plan)
+            self._pad_mixed(plan)
 
     def resend(self) -> None:
         """The last copy may not have arrived: the next one takes the whole table."""
@@ -155,6 +162,7 @@ class SlotInputs:
         if n != self._decode_size:
             self.query_start[: n + 1] = self._ramp[: n + 1]
             self.logits_at[:n] = self._ramp[:n]
+            self.counts[:] = n
             self._decode_size = n
 
     def _fill_tokens(
@@ -172,7 +180,7 @@ class SlotInputs:
             self.carry[: plan.num_decodes] = plan.carry
             self.token_ids[: plan.num_decodes] *= plan.carry == NO_SOURCE
 
-    def _fill_mixed(self, plan: StepPlan, size: int) -> None:
+    def _fill_mixed(self, plan: StepPlan) -> None:
         lengths = plan.ends - plan.starts
         stops = np.cumsum(lengths)
         first_tokens = stops - lengths
@@ -182,6 +190,7 @@ class SlotInputs:
         self.query_start[0] = 0
         self.query_start[1 : plan.num_seqs + 1] = stops
         self.logits_at[: len(plan.sampled)] = stops[plan.sampled_at] - 1
+        self.counts[:] = plan.num_decodes, plan.num_seqs
         self._decode_size = -1
 
     def _pad(self, n: int, bucket: int) -> None:
@@ -194,3 +203,17 @@ class SlotInputs:
             self.carry[padding] = NO_SOURCE
             self.rows[padding] = self._state.capacity
             self.seq_lens[padding] = 1
+
+    def _pad_mixed(self, plan: StepPlan) -> None:
+        """Tokens of a mixed bucket that no sequence has, written into the null block; and sequences without tokens."""
+        if not plan.mixed_bucket:
+            return
+        padding = slice(plan.num_tokens, None)
+        self.token_ids[padding] = PLACEHOLDER
+        self.positions[padding] = 0
+        self.kv_positions[padding] = NULL_BLOCK
+        self.carry[padding] = NO_SOURCE
+        self.rows[plan.num_seqs :] = self._state.capacity
+        self.query_start[plan.num_seqs + 1 :] = plan.num_tokens
+        self.seq_lens[plan.num_seqs :] = 0
+        self.logits_at[len(plan.sampled) :] = 0

@@ -43,7 +43,8 @@ class StepPlan:
     sampled_ends  int64[m]  position the sampled token will have
     sampled_at    int64[m]  index of each sampled row in `rows`
     num_tokens    query tokens of the step
-    bucket        batch size a pure decode step is padded to; 0 for a step that is not padded
+    bucket        batch size a pure decode step is padded to; 0 for a step that is not padded so
+    mixed_bucket  tokens a step without such a batch size is padded to; 0 for a step that is not padded so
     offload       KV blocks copied to the host on d2h; a step may consist of nothing else
     restore       KV blocks copied to the device on h2d, before the forward pass
     """
@@ -63,6 +64,7 @@ class StepPlan:
     bucket: int
     offload: BlockCopies = NO_COPIES
     restore: BlockCopies = NO_COPIES
+    mixed_bucket: int = 0
 
     @property
     def num_seqs(self) -> int:
@@ -79,6 +81,7 @@ class StepShape(NamedTuple):
     kv_tokens   KV positions read, summed over rows
     attn_pairs  query-key pairs, summed over rows
     offloaded_blocks, restored_blocks  KV blocks copied to and from the host
+    bucket, mixed_bucket               rows or tokens the step is padded to, or 0
     """
 
     num_seqs: int
@@ -91,6 +94,7 @@ class StepShape(NamedTuple):
     bucket: int
     offloaded_blocks: int = 0
     restored_blocks: int = 0
+    mixed_bucket: int = 0
 
     @classmethod
     def of(cls, plan: StepPlan, sliding_window: int | None = None) -> StepShape:
@@ -114,6 +118,7 @@ class StepShape(NamedTuple):
             plan.bucket,
             len(plan.offload.host),
             len(plan.restore.host),
+            plan.mixed_bucket,
         )
 
 

@@ -428,6 +428,7 @@ class Scheduler:
                 self._finishing[row] = self._seated.pop(row)
             self._decode = self._decode[r.planned[self._decode] < r.last_end[self._decode]]
         offload, restore = self.residency.take_copies()
+        bucket = 0 if chunks else _bucket(self.config.decode_buckets, num_decodes)
         plan = StepPlan(
             step,
             slot,
@@ -441,18 +442,14 @@ class Scheduler:
             sampled_ends,
             sampled_at,
             num_tokens,
-            0 if chunks else self._bucket(num_decodes),
+            bucket,
             offload,
             restore,
+            0 if bucket else _bucket(self.config.mixed_buckets, num_tokens),
         )
         if self._log is not None:
             self._log.append(describe(plan))
         return plan
-
-    def _bucket(self, num_decodes: int) -> int:
-        buckets = self.config.decode_buckets
-        place = bisect_left(buckets, num_decodes)
-        return buckets[place] if num_decodes and place < len(buckets) else 0
 
     # ---- eviction and reservations ---------------------------------------------------------------------------------
 
@@ -663,3 +660,9 @@ class Scheduler:
     def _note(self, line: str, *values: object) -> None:
         if self._log is not None:
             self._log.append(f"before plan {self.plans}: " + line.format(*values))
+
+
+def _bucket(buckets: tuple[int, ...], size: int) -> int:
+    """The smallest that holds `size`; 0 where none does, or nothing is to be held."""
+    place = bisect_left(buckets, size)
+    return buckets[place] if size and place < len(buckets) else 0

@@ -38,17 +38,20 @@ class AttentionRule(NamedTuple):
     sinks: torch.Tensor | None = None
 
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionRule], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AttentionRule], torch.Tensor]
 
 
 class AttentionBackend(Protocol):
     """Attention of one step.
 
     `begin` prepares what all layers share. The function it returns is called once per layer with queries
-    [T, query_heads, key_dim], the layer's cache of keys and of values, and its rule; it answers
-    [T, query_heads, value_dim] in the queries' dtype. The KV of the step's own tokens is in the cache by then. Neither
-    may wait for the device, and both must be capturable in a CUDA graph for a decode step.
+    [T, query_heads, key_dim], the step's new keys and new values [T, kv_heads, dim], the layer's cache of keys and of
+    values, and its rule; it stores the new KV in the cache and answers [T, query_heads, value_dim] in the queries'
+    dtype. Neither may wait for the device, and both must be capturable in a CUDA graph for a decode step, and, with
+    `captures_mixed`, for any step.
     """
+
+    captures_mixed: bool
 
     def begin(self, view: StepView, kv: KvCache) -> Attend: ...
 
@@ -76,7 +79,6 @@ class PagedStep:
 
     layers: Mapping[torch.nn.Module, int]
     kv: KvCache
-    kv_positions: torch.Tensor
     run: Attend
     turn: int = 0
 
@@ -84,7 +86,7 @@ class PagedStep:
     def begin(
         cls, view: StepView, kv: KvCache, layers: Mapping[torch.nn.Module, int], backend: AttentionBackend
     ) -> PagedStep:
-        return cls(layers, kv, view.kv_positions.long(), backend.begin(view, kv))
+        return cls(layers, kv, backend.begin(view, kv))
 
     def attend(
         self,
@@ -96,8 +98,7 @@ class PagedStep:
     ) -> torch.Tensor:
         index = self.turn if layer is None else self.layers[layer]
         self.turn = index + 1
-        self.kv.write(index, key, value, self.kv_positions)
-        return self.run(query, self.kv.keys[index], self.kv.values[index], rule)
+        return self.run(query, key, value, self.kv.keys[index], self.kv.values[index], rule)
 
 
 _step: ContextVar[Step] = ContextVar("asyncsched_step")

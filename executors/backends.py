@@ -11,7 +11,7 @@ from executors.attention import AttentionBackend
 from executors.plain_attention import PlainAttention
 
 BACKENDS = ("auto", "plain", "triton")
-PROGRAMS_PER_MULTIPROCESSOR = 16  # of a decode launch: enough to hide how long single loads take
+PROGRAMS_PER_MULTIPROCESSOR = 8  # of a decode launch: enough to hide how long single loads take, in one wave
 
 
 def choose_backend(name: str, device: torch.device) -> AttentionBackend:

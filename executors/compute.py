@@ -1,8 +1,9 @@
 """What runs on the compute lane: carry-over, forward pass, sampling; and copies of KV blocks for the copy lanes.
 
-A pure decode step that is padded to a bucket runs as one captured CUDA graph per (slot, bucket, sampling features). A
-graph is captured when it is first needed: capturing costs the host what an eager step does, once. All graphs share a
-memory pool, because they run one after the other on one lane.
+A step that is padded to a bucket runs as one captured CUDA graph per (slot, bucket, sampling features). In the graph
+of a decode bucket every row is a sequence; in that of a mixed bucket, the device reads which sequences decode and which
+prefill. A graph is captured when it is first needed: capturing costs the host what an eager step does, once. All graphs
+share a memory pool, because they run one after the other on one lane.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from asyncsched.config import EngineConfig
+from asyncsched.inputs import Buckets
 from asyncsched.plan import NO_SOURCE, StepPlan
 from executors.kv_cache import KvCache
 from executors.models import Model
@@ -31,7 +33,7 @@ VARIANTS = (
     Features.ALL,
 )
 
-GraphKey = tuple[int, int, Features]
+GraphKey = tuple[int, Buckets, Features]
 
 
 def variant(features: Features) -> Features:
@@ -83,7 +85,7 @@ class ComputeLane:
         features = variant(slot.features)
         self.sampler.allocate(features)
         if self._is_captured(plan):
-            self._graph(slot, plan.bucket, features).replay()
+            self._graph(slot, (plan.bucket, plan.mixed_bucket), features).replay()
         else:
             self._run(slot, self._view(slot, plan), len(plan.sampled), features)
 
@@ -93,7 +95,7 @@ class ComputeLane:
         if not self._use_graphs or not self.config.decode_buckets:
             return ""
         try:
-            self._graph(slot, self.config.decode_buckets[0], Features.NONE)
+            self._graph(slot, (self.config.decode_buckets[0], 0), Features.NONE)
         except RuntimeError as error:  # its forward pass waits for the device, or allocates by what it reads there
             self._use_graphs = False
             return str(error).splitlines()[0]
@@ -151,6 +153,7 @@ class ComputeLane:
         max_query_len: int,
         max_seq_len: int,
         num_decodes: int,
+        is_padded: bool = False,
     ) -> StepView:
         device = slot.device
         return StepView(
@@ -162,44 +165,49 @@ class ComputeLane:
             rows=device.rows[:num_seqs],
             table=device.table,
             logits_at=device.logits_at[:num_samples],
+            counts=device.counts,
             num_tokens=num_tokens,
             num_seqs=num_seqs,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
-            is_decode=num_decodes == num_seqs,
+            is_decode=num_decodes == num_seqs and not is_padded,
             num_decodes=num_decodes,
+            is_padded=is_padded,
         )
 
     # ---- graphs ----------------------------------------------------------------------------------------------------
 
     def _is_captured(self, plan: StepPlan) -> bool:
-        return self._use_graphs and plan.bucket > 0
+        return self._use_graphs and (plan.bucket > 0 or (plan.mixed_bucket > 0 and self.model.backend.captures_mixed))
 
-    def _graph(self, slot: Slot, bucket: int, features: Features) -> torch.cuda.CUDAGraph:
-        key = (slot.index, bucket, features)
+    def _graph(self, slot: Slot, buckets: Buckets, features: Features) -> torch.cuda.CUDAGraph:
+        key = (slot.index, buckets, features)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(slot, bucket, features)
+            self._graphs[key] = self._capture(slot, buckets, features)
         return self._graphs[key]
 
-    def _capture(self, slot: Slot, bucket: int, features: Features) -> torch.cuda.CUDAGraph:
-        """Records carry-over, forward pass and sampling of a decode step on the current stream; runs nothing."""
-        slot.use(bucket)
+    def _capture(self, slot: Slot, buckets: Buckets, features: Features) -> torch.cuda.CUDAGraph:
+        """Records changes, carry-over, forward pass and sampling of a step on the current stream; runs nothing."""
+        slot.use(buckets)
+        bucket, mixed_bucket = buckets
+        num_tokens, num_seqs = bucket or mixed_bucket, bucket or self.config.max_num_seqs
         view = self._slice(
             slot,
-            num_tokens=bucket,
-            num_seqs=bucket,
-            num_samples=bucket,
-            max_query_len=1,
+            num_tokens=num_tokens,
+            num_seqs=num_seqs,
+            num_samples=num_seqs,
+            max_query_len=mixed_bucket or 1,
             max_seq_len=self.config.max_model_len,
-            num_decodes=bucket,
+            num_decodes=min(num_seqs, num_tokens),
+            is_padded=mixed_bucket > 0,
         )
         graph = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which synchronizes the device and collects garbage first: steps are in flight.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             slot.device.apply_changes()
-            self._carry(slot, bucket)
-            self._run(slot, view, bucket, features)
+            self._carry(slot, num_tokens)
+            self._run(slot, view, num_seqs, features)
         finally:
             graph.capture_end()
         return graph

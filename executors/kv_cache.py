@@ -43,11 +43,6 @@ class KvCache:
     values: tuple[torch.Tensor, ...]
     block_size: int
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, kv_positions: torch.Tensor) -> None:
-        """Stores keys and values [T, kv_heads, dim] at kv_positions, int64[T]."""
-        for cache, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            cache.flatten(0, 1).index_copy_(0, kv_positions, new.to(cache.dtype))
-
 
 def bytes_per_token(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
     """KV of one token in all layers."""

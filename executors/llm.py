@@ -41,6 +41,7 @@ MEMORY_SHARE = 0.9  # of the free device memory, for the KV pool
 CPU_POOL_BYTES = 2**30
 DEFAULT_MODEL_LEN = 8192
 DEFAULT_SEQS = {"cuda": 256, "cpu": 16}
+MAX_MIXED_BUCKET = 2048  # tokens whose products take a large model longer than the host takes to launch them
 OWN_SETTINGS = ("depth", "num_blocks", "vocab_size")  # of EngineConfig: arguments of their own, or the model's
 
 Prompt = str | Sequence[int]
@@ -285,9 +286,10 @@ def _check_settings(depth: int, num_blocks: int | None, given: Mapping[str, Any]
         if name not in FIELD_NAMES or name in OWN_SETTINGS:
             known = [field for field in FIELD_NAMES if field not in OWN_SETTINGS]
             raise ConfigError(name, value, f"there is no such setting; there are {', '.join(known)}")
-    buckets = given.get("decode_buckets", ())
-    if not isinstance(buckets, list | tuple) or not all(type(size) is int for size in buckets):
-        raise ConfigError("decode_buckets", buckets, "use a list of batch sizes")
+    for name, of in (("decode_buckets", "batch sizes"), ("mixed_buckets", "numbers of tokens")):
+        buckets = given.get(name, ())
+        if not isinstance(buckets, list | tuple) or not all(type(size) is int for size in buckets):
+            raise ConfigError(name, buckets, f"use a list of {of}")
     room = {"num_blocks": num_blocks} if num_blocks is not None else {}
     EngineConfig(depth=depth, **room, **given)
 
@@ -353,6 +355,11 @@ def _engine_config(model: Model, depth: int, num_blocks: int | None, given: Mapp
     settings.setdefault("max_num_seqs", DEFAULT_SEQS[model.device.type])
     settings.setdefault("sliding_window", model.sliding_window)
     settings.setdefault("decode_buckets", default_buckets(settings["max_num_seqs"]))
+    if model.device.type == "cuda" and model.backend.captures_mixed:
+        budget = settings.get(
+            "max_num_batched_tokens", EngineConfig.__dataclass_fields__["max_num_batched_tokens"].default
+        )
+        settings.setdefault("mixed_buckets", default_mixed_buckets(budget))
     block_size = settings.get("block_size", EngineConfig.__dataclass_fields__["block_size"].default)
     if num_blocks is None:
         num_blocks = _blocks(model, block_size, settings["max_model_len"], settings["max_num_seqs"])
@@ -372,6 +379,12 @@ def default_buckets(max_num_seqs: int) -> tuple[int, ...]:
     """Batch sizes to capture: 1, 2, 4, then steps of 8, then of 32; the largest is max_num_seqs."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(96, max_num_seqs + 1, 32)]
     return tuple(sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs}))
+
+
+def default_mixed_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Tokens to capture steps with prefills for; beyond the largest, the host keeps up anyhow."""
+    sizes = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, MAX_MIXED_BUCKET + 1, 256))
+    return tuple(size for size in sizes if size <= max_num_batched_tokens)
 
 
 def _eos(model: Model) -> tuple[int, ...]:

@@ -27,14 +27,23 @@ class PlainAttention:
     """
 
     reads_lengths: bool
+    captures_mixed = False
 
     def begin(self, view: StepView, kv: KvCache) -> Attend:
+        kv_positions = view.kv_positions.long()
         decodes = _decodes(view, kv.block_size)
         prefills = _prefills(view, kv.block_size, self.reads_lengths)
 
         def attend(
-            queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: AttentionRule
+            queries: torch.Tensor,
+            new_keys: torch.Tensor,
+            new_values: torch.Tensor,
+            keys: torch.Tensor,
+            values: torch.Tensor,
+            rule: AttentionRule,
         ) -> torch.Tensor:
+            for cache, new in ((keys, new_keys), (values, new_values)):
+                cache.flatten(0, 1).index_copy_(0, kv_positions, new.to(cache.dtype))
             output = queries.new_empty((view.num_tokens + 1, queries.shape[1], values.shape[-1]))
             if decodes is not None:
                 output[: len(decodes.positions)] = _attend_decodes(decodes, queries, keys, values, rule)

@@ -115,14 +115,14 @@ class SamplingRows:
         return Look(Features(features & Features.ALL), num_edits)
 
     def pack(self, plan: StepPlan, look: Look, words: Int32s) -> None:
-        """Writes the parameters of the sampled rows, and of padding, into `words`, int32[.., NUM_WORDS]."""
+        """Writes the parameters of the sampled rows, and of padding, into `words`, int32[num_rows, NUM_WORDS]."""
         sampled = plan.sampled
         words[: len(sampled)] = self._words[sampled]
         if look.num_edits is not None:
             words[: len(sampled), Word.NUM_EDITS] = look.num_edits
         if look.features & Features.RANDOM:
             words[: len(sampled), Word.KEY : Word.KEY + 2] = step_keys(self._streams[sampled], plan.sampled_ends)
-        words[len(sampled) : plan.bucket] = self.neutral
+        words[len(sampled) :] = self.neutral
 
     @property
     def neutral(self) -> Int32s:
@@ -214,10 +214,10 @@ class SlotSampling:
         self._rows.seat_new(plan, rows)
         self.resets = self._rows.take_resets()
         look = self._rows.look(plan)
-        num_rows = max(len(plan.sampled), plan.bucket)
+        num_rows = len(self.words) if plan.mixed_bucket else max(len(plan.sampled), plan.bucket)
         if look.features:
             self._num_neutral = 0
-            self._rows.pack(plan, look, self.words)
+            self._rows.pack(plan, look, self.words[:num_rows])
         elif self._num_neutral < num_rows:
             self._num_neutral = num_rows
             self.words[:num_rows] = self._rows.neutral

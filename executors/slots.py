@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from asyncsched.config import EngineConfig
-from asyncsched.inputs import SlotInputs
+from asyncsched.inputs import NOT_PADDED, Buckets, SlotInputs
 from asyncsched.plan import StepPlan
 from asyncsched.request import TokenArray
 from asyncsched.rows import Rows
@@ -22,14 +22,15 @@ from executors.sampling_rows import SamplingRows, SlotSampling
 class DeviceInputs:
     """Views of a slot's device copy as one layout has it, named as in `SlotInputs`; `words` are its samples."""
 
-    def __init__(self, inputs: SlotInputs, bucket: int, host: torch.Tensor, device: torch.Tensor) -> None:
-        layout = inputs.layout(bucket)
+    def __init__(self, inputs: SlotInputs, buckets: Buckets, host: torch.Tensor, device: torch.Tensor) -> None:
+        layout = inputs.layout(buckets)
         self.host_part, self.device_part = host[: layout.num_words], device[: layout.num_words]
         parts = torch.split(self.device_part, layout.sizes)
         self.changes_at, self.changes_to = parts[0].view(torch.int64), parts[1]
         self.token_ids, self.positions, self.kv_positions, self.carry = parts[2:6]
         self.rows, self.query_start, self.seq_lens, self.logits_at = parts[6:10]
-        self.words = parts[10].view(layout.num_seqs, NUM_WORDS)
+        self.counts = parts[10]
+        self.words = parts[11].view(layout.num_seqs, NUM_WORDS)
         self.table = device[len(device) - inputs.table.size :].view(*inputs.table.shape)
 
     def apply_changes(self) -> None:
@@ -40,7 +41,7 @@ class DeviceInputs:
 class Slot:
     """Slot `index` of `config.depth`; `tokens_out`, int32[max_num_seqs], is its part of the tokens of all slots.
 
-    `device` and `words` are views of the device's copy, for the bucket of the step that was filled last.
+    `device` and `words` are views of the device's copy, for the buckets of the step that was filled last.
     """
 
     def __init__(
@@ -61,9 +62,9 @@ class Slot:
         self._on_device = tokens_out.device
         self.inputs = SlotInputs(config, rows, self._allocate, NUM_WORDS)
         self._device = torch.zeros(self._host.numel(), dtype=torch.int32, device=self._on_device)
-        self._layouts: dict[int, DeviceInputs] = {}
+        self._layouts: dict[Buckets, DeviceInputs] = {}
         self.sampling = SlotSampling(sampling_rows, self.inputs.samples)
-        self.use(0)
+        self.use(NOT_PADDED)
         self.resets = torch.empty(0, dtype=torch.int32, device=self._on_device)
         self._host_resets = torch.empty(0, dtype=torch.int32)
         width = num_words(sampling_rows.max_logprobs)
@@ -79,19 +80,20 @@ class Slot:
         """What the last filled step copies to the device, resets of the sampler's state aside."""
         return 4 * self.inputs.num_words
 
-    def use(self, bucket: int) -> None:
-        """Names the device's arrays for steps padded to this bucket; 0 for steps that are not padded."""
-        if bucket not in self._layouts:
-            self._layouts[bucket] = DeviceInputs(self.inputs, bucket, self._host, self._device)
-        self.device = self._layouts[bucket]
+    def use(self, buckets: Buckets) -> None:
+        """Names the device's arrays for steps that are padded so."""
+        if buckets not in self._layouts:
+            self._layouts[buckets] = DeviceInputs(self.inputs, buckets, self._host, self._device)
+        self.device = self._layouts[buckets]
         self.words = self.device.words
 
     def fill(self, plan: StepPlan) -> None:
         """Host work: writes everything that the step reads."""
         inputs, sampling = self.inputs, self.sampling
-        if inputs.use(plan.bucket):
+        buckets = (plan.bucket, plan.mixed_bucket)
+        if inputs.use(buckets):
             sampling.use(inputs.samples)
-        self.use(plan.bucket)
+        self.use(buckets)
         inputs.fill(plan)
         self.features = sampling.fill(plan, self._rows)
         words = sampling.resets.words

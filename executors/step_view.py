@@ -26,10 +26,12 @@ class StepView:
     rows           [S]    row of `table` each sequence has
     table          [rows, max_blocks]
     logits_at      [num_samples]  tokens whose logits are wanted
+    counts         [2]    sequences at the front that are decodes, as the device is to see it, and all sequences
     max_query_len  no sequence has more query tokens
     max_seq_len    no sequence has a greater KV length; a captured graph gives the capacity
     is_decode      every sequence has exactly one query token: token i is sequence i
-    num_decodes    so many sequences at the front are known to have exactly one query token
+    num_decodes    so many sequences at the front are known to have exactly one query token, or may have
+    is_padded      the whole numbers are capacities of a captured graph, which only `counts` and the lengths fill
     """
 
     token_ids: torch.Tensor
@@ -40,12 +42,14 @@ class StepView:
     rows: torch.Tensor
     table: torch.Tensor
     logits_at: torch.Tensor
+    counts: torch.Tensor
     num_tokens: int
     num_seqs: int
     max_query_len: int
     max_seq_len: int
     is_decode: bool
     num_decodes: int = 0
+    is_padded: bool = False
 
     @property
     def leading_decodes(self) -> int:
@@ -91,6 +95,7 @@ def view_of(chunks: Sequence[Chunk], *, block_size: int, device: torch.device, a
         rows=tensor(range(len(chunks))),
         table=tensor(table),
         logits_at=tensor(range(starts[-1])) if all_logits else tensor([stop - 1 for stop in starts[1:]]),
+        counts=tensor([decodes, len(chunks)]),
         num_tokens=starts[-1],
         num_seqs=len(chunks),
         max_query_len=max(lengths),

@@ -210,7 +210,9 @@ class Invariants:
         assert len(set(plan.rows.tolist())) == plan.num_seqs
         assert np.all(lengths[: plan.num_decodes] == 1)
         assert plan.bucket == 0 or (plan.bucket in config.decode_buckets and plan.bucket >= plan.num_seqs)
-        assert plan.bucket == 0 or plan.num_decodes == plan.num_seqs
+        assert plan.bucket == 0 or (plan.num_decodes == plan.num_seqs and plan.mixed_bucket == 0)
+        fits = [bucket for bucket in config.mixed_buckets if bucket >= plan.num_tokens > 0]
+        assert plan.bucket or plan.mixed_bucket == min(fits, default=0)
         samples = dict(zip(plan.sampled.tolist(), plan.sampled_ends.tolist(), strict=True))
         numbers = zip(plan.rows.tolist(), plan.requests.tolist(), plan.starts.tolist(), plan.ends.tolist(), strict=True)
         for index, (row, number, _, end) in enumerate(numbers):

@@ -74,11 +74,14 @@ def configs(draw: st.DrawFn, block_size: int, largest: int, **fixed: object) -> 
         "enable_chunked_prefill": draw(st.sampled_from([True, True, False])),
         "sliding_window": draw(st.one_of(st.none(), st.none(), st.none(), st.integers(1, 12))),
         "decode_buckets": draw(st.sampled_from([(), (1, 2, 4, 6), (3,)])),
+        "mixed_buckets": draw(st.sampled_from([(), (4, 16), (2, 8, 64)])),
         "admission": draw(st.sampled_from(ADMISSION)),
         "victim": draw(st.sampled_from(VICTIM)),
         "reservation": draw(st.sampled_from(["optimistic", "optimistic", "optimistic", "worst-case"])),
     } | fixed
     values["decode_buckets"] = tuple(b for b in values["decode_buckets"] if b <= values["max_num_seqs"])
+    budget = values["max_num_batched_tokens"]
+    values["mixed_buckets"] = tuple(bucket for bucket in values["mixed_buckets"] if bucket <= budget)
     if values["depth"] == 1 and "batching" not in fixed and draw(st.booleans()):
         values["batching"] = "static"
     blocks, window = -(-(largest - 1) // block_size), values["sliding_window"]

@@ -21,7 +21,7 @@ from asyncsched.rows import Rows
 from asyncsched.scheduler import Scheduler
 
 CHANGES = ("changes_at", "changes_to")
-ARRAYS = ("token_ids", "positions", "kv_positions", "carry", "rows", "query_start", "seq_lens", "logits_at")
+ARRAYS = ("token_ids", "positions", "kv_positions", "carry", "rows", "query_start", "seq_lens", "logits_at", "counts")
 
 
 class InputsRun(Run):
@@ -94,7 +94,18 @@ class InputsRun(Run):
                 ("logits_at", index),
             ):
                 arrays[name].append(value)
+        arrays["counts"] = [max(plan.num_decodes, plan.bucket), max(plan.num_seqs, plan.bucket)]
+        if plan.mixed_bucket:
+            self.pad_mixed(arrays, plan)
         return arrays
+
+    def pad_mixed(self, arrays: dict[str, list[int]], plan: StepPlan) -> None:
+        """Tokens of nobody up to the bucket, sequences without tokens up to max_num_seqs."""
+        for name, value in (("token_ids", PLACEHOLDER), ("positions", 0), ("kv_positions", 0), ("carry", NO_SOURCE)):
+            arrays[name] += [value] * (plan.mixed_bucket - plan.num_tokens)
+        for name, value in (("rows", self.scheduler.rows.capacity), ("query_start", plan.num_tokens), ("seq_lens", 0)):
+            arrays[name] += [value] * (self.config.max_num_seqs - plan.num_seqs)
+        arrays["logits_at"] += [0] * (self.config.max_num_seqs - len(plan.sampled))
 
     def source(self, row: int, position: int) -> int:
         """Where a step in flight leaves the token of `position`."""
@@ -119,6 +130,39 @@ def test_every_entry_of_every_step_is_what_a_plain_loop_computes(case):
 )
 def test_every_entry_of_padded_steps(case):
     InputsRun(case.config, case.script).run()
+
+
+@settings(max_examples=60)
+@given(
+    cases(
+        faults=False,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        decode_buckets=(2,),
+        mixed_buckets=(3, 8, 20),
+        reservation="optimistic",
+    )
+)
+def test_every_entry_of_steps_in_mixed_buckets(case):
+    InputsRun(case.config, case.script).run()
+
+
+def test_steps_in_mixed_buckets_occur():
+    config = EngineConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=12,
+        max_model_len=32,
+        block_size=2,
+        num_blocks=64,
+        decode_buckets=(2,),
+        mixed_buckets=(4, 10),
+    )
+    asks = [Ask(name, family_text(0, 5), SamplingParams(max_tokens=9)) for name in "abcd"]
+    run = InputsRun(config, [Entry(3 * number, ask) for number, ask in enumerate(asks)])
+    run.run()
+    kinds = {(plan.bucket, plan.mixed_bucket, plan.num_decodes > 0) for plan in run.plans}
+    assert kinds == {(2, 0, True), (0, 4, True), (0, 10, True), (0, 10, False), (0, 0, True)}
+    assert any("mixed bucket 10: " in line for line in run.log)
 
 
 def test_mixed_padded_and_stale_steps_occur():
@@ -157,24 +201,24 @@ def test_one_buffer_holds_all_arrays():
     rows = Rows(config)
     inputs = SlotInputs(config, rows, allocate, words_per_sample=5)
     assert asked == [inputs.buffer.size]
-    for bucket, size in ((0, 3), (3, 3)):
-        inputs.use(bucket)
+    for buckets, size in (((0, 0), 3), ((3, 0), 3), ((0, 2), 2)):
+        inputs.use(buckets)
         arrays = [getattr(inputs, name) for name in (*CHANGES, *ARRAYS, "samples")]
-        assert inputs.layout(bucket).num_words == sum(array.nbytes for array in arrays) // 4
+        assert inputs.layout(buckets).num_words == sum(array.nbytes for array in arrays) // 4
         assert all(np.shares_memory(array, inputs.buffer) for array in arrays)
         assert {array.dtype for array in arrays[1:]} == {np.dtype(np.int32)}
         arrays.append(inputs.table)
         assert not any(np.shares_memory(a, b) for a in arrays for b in arrays if a is not b)
         assert inputs.token_ids.size == size  # the largest bucket
-        assert inputs.samples.shape == (size, 5)
+        assert inputs.samples.shape == (3, 5)
     assert inputs.table.shape == (rows.capacity + 1, 2)
 
 
 def test_a_padded_step_copies_what_its_bucket_needs():
     config = EngineConfig(max_num_seqs=256, decode_buckets=(1, 32, 256))
     inputs = SlotInputs(config, Rows(config), words_per_sample=11)
-    sizes = [4 * inputs.layout(bucket).num_words for bucket in (1, 32, 256)]
-    assert sizes == [92, 2844, 22724]
+    sizes = [4 * inputs.layout((bucket, 0)).num_words for bucket in (1, 32, 256)]
+    assert sizes == [100, 2852, 22732]
     assert inputs.buffer.nbytes > 1e6  # with the block tables
 
 

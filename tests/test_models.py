@@ -223,12 +223,14 @@ def test_embeddings_are_tied(models: Callable[[str], Model]) -> None:
 class Sabotaged:
     """Plain attention under another rule."""
 
+    captures_mixed = False
+
     def __init__(self, change: Callable[[AttentionRule], AttentionRule]) -> None:
         self.change = change
 
     def begin(self, view: StepView, kv: KvCache) -> Attend:
         attend = PlainAttention(reads_lengths=True).begin(view, kv)
-        return lambda queries, keys, values, rule: attend(queries, keys, values, self.change(rule))
+        return lambda *tensors: attend(*tensors[:-1], self.change(tensors[-1]))
 
 
 @pytest.mark.parametrize(

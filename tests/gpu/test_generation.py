@@ -57,3 +57,14 @@ def test_nothing_synchronizes_by_accident() -> None:
         llm.generate(prompts(8), GREEDY)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_captured_mixed_steps_change_no_token() -> None:
+    """Prompts arrive while others decode; captured or kernel by kernel, at every depth, the tokens are the same."""
+    settings = {**SMALL, "max_num_seqs": 3, "max_num_batched_tokens": 48}
+    expected, llm = tokens("llama", 1, **settings, mixed_buckets=())
+    assert not llm.config.mixed_buckets
+    for depth in (1, 2, 3):
+        got, llm = tokens("llama", depth, **settings, mixed_buckets=(8, 24, 48))
+        assert any(buckets[1] for _, buckets, _ in llm._compute._graphs)
+        assert got == expected

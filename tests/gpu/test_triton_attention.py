@@ -5,6 +5,7 @@ Needs a CUDA device. With TRITON_INTERPRET=1 the cases in float32 also run on a 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from collections.abc import Sequence
@@ -56,20 +57,29 @@ PREFILLS = ((200, 200), (1, 40), (17, 300))
 
 
 class Case(NamedTuple):
-    """Queries in the tested dtype, a cache with NaN wherever a sequence has written nothing, and what a step sees."""
+    """Queries and new KV in the tested dtype, a cache with NaN wherever nothing was written, and what a step sees."""
 
     queries: torch.Tensor
+    new_keys: torch.Tensor
+    new_values: torch.Tensor
     kv: KvCache
     view: StepView
 
     def run(self, backend: AttentionBackend, rule: AttentionRule) -> torch.Tensor:
-        return backend.begin(self.view, self.kv)(self.queries, self.kv.keys[0], self.kv.values[0], rule)
+        attend = backend.begin(self.view, self.kv)
+        return attend(self.queries, self.new_keys, self.new_values, self.kv.keys[0], self.kv.values[0], rule)
 
     def expected(self, rule: AttentionRule) -> torch.Tensor:
-        wide = KvCache((self.kv.keys[0].float(),), (self.kv.values[0].float(),), self.kv.block_size)
+        """In float32, over a copy of the cache."""
+        wide = KvCache((self.kv.keys[0].float().clone(),), (self.kv.values[0].float().clone(),), self.kv.block_size)
         sinks = None if rule.sinks is None else rule.sinks.float()
-        case = Case(self.queries.float(), wide, self.view)
+        case = Case(self.queries.float(), self.new_keys.float(), self.new_values.float(), wide, self.view)
         return case.run(PlainAttention(reads_lengths=True), rule._replace(sinks=sinks))
+
+    def assert_stored(self) -> None:
+        at = self.view.kv_positions[: self.view.num_tokens].long()
+        for pool, new in ((self.kv.keys[0], self.new_keys), (self.kv.values[0], self.new_values)):
+            assert torch.equal(pool.flatten(0, 1)[at], new)
 
 
 def case_of(
@@ -89,12 +99,13 @@ def case_of(
     caches = []
     for dim in (heads.key_dim, heads.value_dim):
         cache = torch.full((sum(sizes) + 1, page, heads.kv, dim), torch.nan)
-        for (_, length), of_sequence in zip(shape, blocks, strict=True):
-            for position in range(length):
+        for (count, length), of_sequence in zip(shape, blocks, strict=True):
+            for position in range(length - count):
                 cache[of_sequence[position // page], position % page] = torch.randn(heads.kv, dim)
         caches.append(cache.to(DEVICE, dtype))
     queries = torch.randn(view.num_tokens, heads.query, heads.key_dim).to(DEVICE, dtype)
-    return Case(queries, KvCache((caches[0],), (caches[1],), page), view)
+    new = [torch.randn(view.num_tokens, heads.kv, dim).to(DEVICE, dtype) for dim in (heads.key_dim, heads.value_dim)]
+    return Case(queries, *new, KvCache((caches[0],), (caches[1],), page), view)
 
 
 def rule_of(heads: Heads, **changes: object) -> AttentionRule:
@@ -114,6 +125,7 @@ def test_head_shapes(shape: Sequence[tuple[int, int]], heads: Heads, dtype: torc
     case = case_of(shape, heads, dtype)
     rule = rule_of(heads)
     assert_close(case.run(TritonAttention(target_programs=64), rule), case.expected(rule), dtype)
+    case.assert_stored()
 
 
 RULES: dict[str, dict[str, object]] = {
@@ -150,7 +162,7 @@ def test_splits_are_a_bounded_power_of_two() -> None:
     backend = TritonAttention(target_programs=2112)
     assert backend._splits(programs=256, max_seq_len=8192) == 8
     assert backend._splits(programs=8, max_seq_len=131_072) == MAX_SPLITS
-    assert backend._splits(programs=8, max_seq_len=100) == 2
+    assert backend._splits(programs=8, max_seq_len=100) == 4
     assert backend._splits(programs=5000, max_seq_len=8192) == 1
 
 
@@ -195,6 +207,62 @@ def test_a_captured_decode_follows_the_lengths() -> None:
             (long.view.table, table),
         ):
             kept.copy_(saved)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[-1:], ids=str)
+def test_a_view_padded_to_capacity_follows_the_counts(dtype: torch.dtype) -> None:
+    """As a captured mixed step: more sequences and tokens than there are, and how many decode is read on the device."""
+    rule, backend = rule_of(LLAMA, window=40), TritonAttention(target_programs=64)
+    for shape in (MIXED, DECODES, PREFILLS[:1]):
+        case = case_of(shape, LLAMA, dtype)
+        expected = case.expected(rule)
+        view, tokens, seqs = case.view, case.view.num_tokens, case.view.num_seqs
+
+        def longer(tensor: torch.Tensor, count: int, value: int) -> torch.Tensor:
+            return torch.cat((tensor, tensor.new_full((count, *tensor.shape[1:]), value)))
+
+        padded = dataclasses.replace(
+            view,
+            kv_positions=longer(view.kv_positions, 9, 0),
+            query_start=longer(view.query_start, 4, tokens),
+            seq_lens=longer(view.seq_lens, 4, 0),
+            rows=longer(view.rows, 4, 0),
+            num_tokens=tokens + 9,
+            num_seqs=seqs + 4,
+            num_decodes=seqs + 4,
+            is_decode=False,
+            is_padded=True,
+        )
+        wide = Case(*(longer(tensor, 9, 3) for tensor in case[:3]), case.kv, padded)
+        output = wide.run(backend, rule)
+        assert_close(output[:tokens], expected, dtype)
+        assert not output[tokens:].any()
+        case.assert_stored()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_how_a_prompt_is_cut_changes_no_bit(dtype: torch.dtype) -> None:
+    """Without decode rows, a query's answer depends on its sequence alone: not on its step, tile, or company."""
+    rule, backend = rule_of(LLAMA), TritonAttention(target_programs=64)
+    whole = case_of(((70, 70), (130, 131)), LLAMA, dtype)
+    expected = whole.run(backend, rule)[70:]
+    view = whole.view
+    for cut in (1, 33, 64):
+        start = 200 - cut
+        part = dataclasses.replace(
+            view,
+            kv_positions=view.kv_positions[start:],
+            query_start=view.query_start.new_tensor([0, cut]),
+            seq_lens=view.seq_lens[1:],
+            rows=view.rows[1:],
+            counts=view.counts.new_tensor([0, 1]),
+            num_tokens=cut,
+            num_seqs=1,
+            is_decode=False,
+            num_decodes=0,
+        )
+        case = Case(whole.queries[start:], whole.new_keys[start:], whole.new_values[start:], whole.kv, part)
+        assert torch.equal(case.run(backend, rule), expected[start - 70 :])
 
 
 @needs_cuda
