@@ -55,3 +55,19 @@ def test_a_study_checks_its_picture_before_the_work(tmp_path: Path) -> None:
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert "no/where.png" in done.stderr
+
+
+def test_a_model_step_is_timed_and_a_variant_that_fails_is_one_line(tmp_path: Path) -> None:
+    arguments = ("--config", "tiny", "--batch", "2", "--context", "20", "--variants", "eager,merged")
+    done = script("model_step.py", *arguments, "--json", folder=tmp_path)
+    eager, merged = json.loads(done.stdout)["rows"]
+    assert (eager["variant"], merged["variant"]) == ("eager", "merged")
+    assert eager["floor_ms"] == merged["floor_ms"] < min(eager["step_ms"], merged["step_ms"])
+    done = script("model_step.py", *arguments, "--attention", "triton", folder=tmp_path)
+    assert done.returncode == 0
+    assert "merged: attention: 'triton' is not allowed" in done.stdout
+    done = script("model_step.py", "--variants", "fast", folder=tmp_path)
+    assert done.returncode == 1
+    assert (
+        done.stderr == "error: no variant fast; there are eager, compiled, merged, both, both+descent, both+autotune\n"
+    )

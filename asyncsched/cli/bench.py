@@ -17,6 +17,7 @@ from asyncsched.cli.inputs import AsJson, print_json
 from asyncsched.cli.kernels import kernel_share
 from asyncsched.cli.loading import (
     ENGINE,
+    Compile,
     Device,
     ModelName,
     Plot,
@@ -78,6 +79,7 @@ def bench(
         ),
     ] = None,
     device: Device = "auto",
+    compile: Compile = None,
     settings: Settings = None,
     as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the JSON object to a file.")] = None,
@@ -98,7 +100,7 @@ def bench(
     }
     depths = _depths(mode, depth)
     seats = sizes["requests"] if batch is None else _count("--batch", batch)
-    engine = {"max_num_seqs": seats, **engine_settings(settings), "device": device}
+    engine = {"max_num_seqs": seats, **engine_settings(settings), "device": device, "compile": compile}
     what = _check_model(model, config, dummy_weights)
     require_torch(cuda_for="--profile" if profile else "")
     shape: Any = model
@@ -189,6 +191,7 @@ def _about(llm: LLM) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(llm.model.device) if cuda else f"{CPU}, {torch.get_num_threads()} threads",
         "dtype": str(llm.model.dtype).removeprefix("torch."),
+        "compiled": llm.model.compiled is not None,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

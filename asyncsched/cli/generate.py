@@ -14,6 +14,7 @@ from asyncsched.cli.chatting import chat as run_chat
 from asyncsched.cli.files import PICTURES, check_output
 from asyncsched.cli.loading import (
     ENGINE,
+    Compile,
     Device,
     ModelName,
     Plot,
@@ -57,6 +58,7 @@ def generate(
         str | None, typer.Option(metavar="K", help="Steps in flight; instead of --mode.", rich_help_panel=ENGINE)
     ] = None,
     device: Device = "auto",
+    compile: Compile = None,
     settings: Settings = None,
     max_tokens: Annotated[str | None, _sampled("N", "Tokens at most. Without it: 256, or what fits.")] = None,
     temperature: Annotated[str | None, _sampled("T", "0 takes the likeliest token.")] = None,
@@ -102,6 +104,7 @@ def generate(
         "mode": mode,
         "depth": None if depth is None else parse_depth("--depth", depth),
         "device": device,
+        "compile": compile,
         "timeline": trace is not None or plot is not None,
         **engine_settings(settings),
     }

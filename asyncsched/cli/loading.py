@@ -29,6 +29,15 @@ Device = Annotated[
         metavar="auto|cpu|cuda", help="Where to run; auto is CUDA where there is one.", rich_help_panel=ENGINE
     ),
 ]
+Compile = Annotated[
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Compile the model's layers; without it, on CUDA.",
+        rich_help_panel=ENGINE,
+        show_default=False,
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
