@@ -9,6 +9,7 @@ opaque operation inside. A step of one token is compiled once more, since the co
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,9 +100,11 @@ def compile_layers(
             by_kind[kind] = _compiled(type(layer).forward, settings)
         layer.forward = _Shared(by_kind[kind], layer)
     kv = allocate_kv(max(WARM_UP), WARM_UP_BLOCK_SIZE)
-    for count in WARM_UP:
-        chunks = [Chunk([0], 0, [1 + i]) for i in range(count)]
-        forward(view_of(chunks, block_size=WARM_UP_BLOCK_SIZE, device=kv.keys[0].device), kv)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's are about its own code
+        for count in WARM_UP:
+            chunks = [Chunk([0], 0, [1 + i]) for i in range(count)]
+            forward(view_of(chunks, block_size=WARM_UP_BLOCK_SIZE, device=kv.keys[0].device), kv)
     return Compiled(len(by_kind), time.perf_counter() - started)
 
 
