@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from executors.logprobs import logprob_words
+from executors.logprobs import logprob_words, packed_logprobs
 from executors.noise import exponentials
 from executors.sampling_layout import IN_PROMPT, MAX_EDITS, Features, Word
 from executors.sampling_state import SamplerState
@@ -37,8 +37,14 @@ class Sampled(NamedTuple):
 def sample(logits: Tensor, words: Tensor, state: SamplerState, features: Features) -> Sampled:
     """Samples from `logits`, float32[m, V], with the parameters `words`, int32[m, NUM_WORDS], and counts the tokens.
 
-    `logits` are left as they are. What the features keep in `state` must be allocated.
+    `logits` are left as they are. What the features keep in `state` must be allocated. On a CUDA device a few kernels
+    do it; they give the tokens of `sample_plain`.
     """
+    return (_sample_fused if logits.is_cuda else sample_plain)(logits, words, state, features)
+
+
+def sample_plain(logits: Tensor, words: Tensor, state: SamplerState, features: Features) -> Sampled:
+    """`sample`, operation by operation: the reference, and what runs where there are no kernels."""
     params = _Params(words)
     edited = _edited(logits, params, state) if features & Features.EDITS else logits
     if features & Features.PENALTIES:
@@ -52,6 +58,20 @@ def sample(logits: Tensor, words: Tensor, state: SamplerState, features: Feature
         state.count(params.rows, tokens)
     logprobs = logprob_words(logits, tokens, state.num_logprobs) if features & Features.LOGPROBS else None
     return Sampled(tokens.to(torch.int32), logprobs)
+
+
+def _sample_fused(logits: Tensor, words: Tensor, state: SamplerState, features: Features) -> Sampled:
+    from executors import triton_sampling  # there is no Triton where there is no GPU
+
+    counts = state.counts if features & Features.PENALTIES else None
+    edited = _edited(logits, _Params(words), state) if features & Features.EDITS else logits
+    if counts is not None:
+        edited = triton_sampling.penalise(edited, words, counts)
+    tokens = triton_sampling.draw(edited, words, state.hashes, counts, features)
+    if not features & Features.LOGPROBS:
+        return Sampled(tokens, None)
+    logprobs = packed_logprobs(logits, *triton_sampling.rank(logits, tokens), state.num_logprobs)
+    return Sampled(tokens, logprobs)
 
 
 class _Params:

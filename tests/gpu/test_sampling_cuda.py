@@ -13,7 +13,7 @@ import torch
 from asyncsched import SamplingParams
 from asyncsched.plan import NO_SOURCE, StepPlan
 from executors.noise import exponentials, step_keys, stream_of, token_hashes
-from executors.sampling import Sampled, sample
+from executors.sampling import Sampled, sample, sample_plain
 from executors.sampling_layout import NUM_WORDS, Features
 from executors.sampling_rows import SamplingRows
 from executors.sampling_state import SamplerState
@@ -35,6 +35,9 @@ KINDS = [
     SamplingParams(temperature=0.0, frequency_penalty=1.5),
     SamplingParams(seed=5, top_k=40, top_p=0.5, logit_bias={3: 2.0, 5: -100.0}),
     SamplingParams(temperature=0.0, stop_token_ids=(1, 2), min_tokens=9),
+    SamplingParams(seed=9, top_p=0.05),
+    SamplingParams(seed=9, top_p=0.3, min_p=0.01),
+    SamplingParams(seed=9, top_k=3, top_p=0.7, temperature=3.0),
 ]
 
 
@@ -67,6 +70,33 @@ class Batch:
     def step(self, logits: torch.Tensor, rows: list[int]) -> Sampled:
         device = self.state.hashes.device
         return sample(logits[rows].to(device), self.words(rows).to(device), self.state, Features.ALL)
+
+
+@pytest.mark.parametrize("scale", [0.2, 1.0, 4.0])
+@pytest.mark.parametrize("features", [Features.NONE, Features.RANDOM, Features.RANDOM | Features.TOP_P, Features.ALL])
+def test_the_kernels_give_the_tokens_of_the_plain_sampler(scale: float, features: Features) -> None:
+    """Flat and peaked logits, ties, rows without usable logits; counts that grow from step to step."""
+    rows, kernels, plain = list(range(ROWS)), Batch(CUDA), Batch(CUDA)
+    words, tokens = plain.words(rows).cuda(), set()
+    for step in range(20):
+        logits = logits_of(100 + step) * scale
+        logits[3], logits[4], logits[5] = torch.nan, -torch.inf, 1.0
+        logits[6, 7], logits[7, ::2] = torch.inf, -torch.inf
+        logits = logits.cuda()
+        expected = sample_plain(logits, words, plain.state, features)
+        found = sample(logits, words, kernels.state, features)
+        assert torch.equal(found.tokens, expected.tokens)
+        tokens |= set(expected.tokens.tolist())
+        if expected.logprobs is not None and found.logprobs is not None:
+            good = expected.tokens >= 0
+            assert torch.equal(found.logprobs[good, 1], expected.logprobs[good, 1])  # ranks
+            for part in (slice(0, 1), slice(22, 42)):
+                torch.testing.assert_close(
+                    found.logprobs[good, part].contiguous().view(torch.float32),
+                    expected.logprobs[good, part].contiguous().view(torch.float32),
+                )
+    assert torch.equal(kernels.state.counts, plain.state.counts)
+    assert len(tokens) > ROWS
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-20])
