@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 
 import torch
@@ -12,6 +13,17 @@ from executors.plain_attention import PlainAttention
 
 BACKENDS = ("auto", "plain", "triton")
 PROGRAMS_PER_MULTIPROCESSOR = 8  # of a decode launch: enough to hide how long single loads take, in one wave
+
+
+def prefer_products(device: torch.device) -> None:
+    """Matrix products through cuBLASLt: for few rows it splits none, which cuBLAS pays for with more kernels.
+
+    The preference is torch's, and so the whole process's.
+    """
+    if device.type == "cuda":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is experimental
+            torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
 def choose_backend(name: str, device: torch.device) -> AttentionBackend:

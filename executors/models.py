@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from asyncsched.errors import AsyncschedError
 from executors import compiled, kv_cache, merged, self_check
 from executors.attention import AttentionBackend, PagedStep, during
-from executors.backends import choose_backend
+from executors.backends import choose_backend, prefer_products
 from executors.compiled import Compiled, CompileSettings
 from executors.errors import UnsupportedModelError, one_line
 from executors.kv_cache import KvCache, LayerShape
@@ -88,6 +88,7 @@ class Model:
         """
         name = model if isinstance(model, str) else model.model_type
         device = torch.device(device)
+        prefer_products(device)
         config = load_config(model) if isinstance(model, str) else model
         with _naming(name, config):
             refuse_config(config)

@@ -130,7 +130,10 @@ class _Tile(NamedTuple):
 def _attend_decodes(layer: _Layer, count: int, splits: int, workspace: _Workspace | None) -> None:
     """Sequences 0..count-1, whose token i is sequence i, and which store their new KV."""
     queries, new_keys, new_values, keys, values, output, rule, view = layer
-    tile = _Tile.of(layer, max(16, triton.next_power_of_2(layer.group)), DECODE_KEYS, max_stages=2)
+    rows = max(16, triton.next_power_of_2(layer.group))
+    # Measured: two warps load a split's keys fastest, and one where whole sequences are enough to fill the device.
+    warps = max(1, rows // 16) * (1 if workspace is None else 2)
+    tile = _Tile.of(layer, rows, DECODE_KEYS, max_stages=2)._replace(num_warps=min(8, warps))
     sinks = output if rule.sinks is None else rule.sinks
     attend_decodes[layer.kv_heads, splits, count](
         queries,
