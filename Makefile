@@ -1,4 +1,4 @@
-# make demo   makes .venv, installs, runs the demonstration
+# make demo   makes .venv, installs, simulates, and generates for real on the device there is
 # make test   the same set-up, then lint, types and all tests
 # make lint   lint and types alone
 # make test-gpu  the tests that need a CUDA device, with the Python that is on that machine (GPU_PYTHON)
@@ -13,7 +13,7 @@ GPU_PYTHON ?= python3
 .PHONY: demo test test-gpu lint clean
 .NOTPARALLEL:  # two installs into one .venv must not overlap
 
-demo: $(VENV)/base.stamp
+demo: $(VENV)/demo.stamp
 	$(RUN) experiments/demo.py
 
 test: lint
@@ -33,7 +33,7 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was installed from, so set-up runs only when one of these files has changed.
-$(VENV)/base.stamp: INSTALL := .
+$(VENV)/demo.stamp: INSTALL := .[torch]
 $(VENV)/test.stamp: INSTALL := .[torch,test]
 $(VENV)/%.stamp: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "asyncsched needs Python 3.11 or newer: make PYTHON=python3.11 ...")'

@@ -79,13 +79,13 @@ def run_bench(llm: LLM, *, requests: int, prompt_tokens: int, new_tokens: int, s
         steps=llm.engine.steps - first_step,
         output_tokens=count,
         output_throughput=count / wall_s,
-        **_steady(spans, min(requests, llm.config.max_num_seqs)),
+        **steady_decode(spans, min(requests, llm.config.max_num_seqs)),
     )
     return BenchRun(result, tokens)
 
 
-def _steady(timeline: Timeline, batch: int) -> dict[str, Any]:
-    """Figures over the longest stretch of steps in which a whole batch decodes."""
+def steady_decode(timeline: Timeline, batch: int) -> dict[str, Any]:
+    """Figures over the longest stretch in which a whole batch decodes; a simulated timeline will do too."""
     forwards = [span for span in timeline.spans if span.name == "forward" and span.size == batch]
     forwards = _longest_stretch(forwards)[8:-8]
     if len(forwards) < 8:

@@ -1,6 +1,8 @@
-"""What `make demo` runs: synchronous against asynchronous batching, on the published workload and on a real trace.
+"""What `make demo` runs: synchronous against asynchronous batching, on the published workload, on a real trace, and for
+real on the device there is.
 
-Writes out/demo-timeline.png, the lanes of both over a few steps, and out/demo-trace.json, the same for Perfetto.
+Writes out/demo-timeline.png, the lanes of both over a few steps, out/demo-trace.json, the same for Perfetto, and
+out/demo-generation.png, the lanes of the real runs beside those of the simulated ones.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from demo_generation import real_generation
 from study import check, run
 
 from asyncsched.cli.figures import FIGURES, look_up, write
@@ -20,6 +23,7 @@ from asyncsched.plotting import plot_timeline
 from asyncsched.timeline import Timeline
 
 PICTURE, TRACE = Path("out/demo-timeline.png"), Path("out/demo-trace.json")
+REAL_PICTURE = Path("out/demo-generation.png")
 PUBLISHED, AZURE = "hf-8b-bs32", "h200-llama-8b"
 DRAWN = (100, 104)  # steps; any would do once the pipeline is full
 TRACED = (0, 199)
@@ -62,7 +66,7 @@ def side_by_side(timelines: Mapping[str, Timeline]) -> dict[str, object]:
 
 def main() -> None:
     PICTURE.parent.mkdir(exist_ok=True)
-    check(PICTURE, TRACE)
+    check(PICTURE, TRACE, REAL_PICTURE)
     print("Simulating the published run (8,192 steps) and a real trace (500 requests) ...", file=sys.stderr)
     published = {mode: run(PUBLISHED, f"mode={mode}", spans=True) for mode in ("sync", "async")}
     azure = {mode: run(AZURE, f"mode={mode}").summary() for mode in ("sync", "async")}
@@ -78,7 +82,8 @@ def main() -> None:
     rows += [(), *compare("Azure trace, 8B on one H200", azure["sync"], azure["async"], AZURE_ROWS)]
     columns = ("workload", "sync", "async", "change", "in words")
     print_table("What asynchronous batching buys: simulated, async predicted", columns, rows, numbers=columns[1:4])
-    print(f"See where the time goes: open {PICTURE}")
+    real_generation(REAL_PICTURE)
+    print(f"See where the time goes: open {PICTURE} and {REAL_PICTURE}")
     print(f"Look closer:             open {TRACE} at https://ui.perfetto.dev")
     print("Ask what if:             .venv/bin/asyncsched simulate --preset hf-8b-bs32 --set host.scale=4")
 

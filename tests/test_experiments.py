@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncsched.timeline import Span, Timeline
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -37,9 +39,16 @@ def test_the_published_run_is_input_prediction_and_fit(tmp_path: Path) -> None:
     assert both["GPU active"] == pytest.approx(0.994, abs=5e-4)
 
 
-def test_the_demo_ends_with_a_table_a_picture_and_a_trace(tmp_path: Path) -> None:
+def test_the_demo_ends_with_real_generation_a_picture_and_a_trace(tmp_path: Path) -> None:
     done = script("demo.py", folder=tmp_path)
-    assert done.returncode == 0
+    assert done.returncode == 0, done.stderr
+    assert "Real generation: llama-" in done.stdout
+    same = next(line for line in done.stdout.splitlines() if "same tokens as sync" in line)
+    assert same.split()[-1] == "yes"
+    generated = [line.split()[4:-1] for line in done.stdout.splitlines() if " generated, request 0: " in line]
+    assert len(generated[0]) == 12
+    assert generated[0] == generated[1]
+    assert (tmp_path / "out" / "demo-generation.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert "300.6 s" in done.stdout
     assert "228.5 s" in done.stdout
     assert "Azure trace" in done.stdout
@@ -47,6 +56,47 @@ def test_the_demo_ends_with_a_table_a_picture_and_a_trace(tmp_path: Path) -> Non
     events = json.loads((tmp_path / "out" / "demo-trace.json").read_text())["traceEvents"]
     assert {event["args"]["name"][:5] for event in events if event["name"] == "process_name"} == {"async", "synch"}
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
+
+
+def test_the_demo_without_torch_says_what_to_install(tmp_path: Path) -> None:
+    program = "import sys; sys.modules['torch'] = None; sys.path.insert(0, sys.argv[1])\n"
+    program += "import pathlib, demo_generation as demo; demo.real_generation(pathlib.Path('p.png'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(ROOT / "experiments")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    expected = "torch is not installed, so nothing was generated: pip install -e '.[torch]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
+
+
+def test_costs_are_medians_of_the_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a made-up run: its prefill is priced apart, and on a CPU the launch is what it does not compute."""
+    monkeypatch.syspath_prepend(ROOT / "experiments")
+    from demo_generation import SIZES, measured_costs
+
+    spans = []
+    for step, compute_us in enumerate((2000, 500, 400, 600, 9000)):
+        for lane, name, us in (
+            ("host", "plan", 10 + step),
+            ("host", "fill", 20),
+            ("host", "launch", 30 + compute_us + 3),
+            ("h2d", "h2d", 1),
+            ("compute", "carry", 100),
+            ("compute", "forward", compute_us - 100),
+            ("d2h", "d2h", 2),
+            ("host", "commit", 7),
+        ):
+            spans.append(Span(lane, name, step, 0, 0, us * 1000, 8))
+    found = measured_costs(Timeline(spans), on_cpu=True)
+    assert found["host"] == {"plan_us": 12.5, "fill_us": 20, "launch_us": 30, "commit_us": 7}
+    assert found["copy"] == {"h2d_latency_us": 1, "d2h_latency_us": 2}
+    prefill = SIZES["requests"] * SIZES["prompt_tokens"]
+    assert found["gpu"] == {"kind": "constant", "step_us": 550, "us_per_prefill_token": 1450 / prefill}
+    assert measured_costs(Timeline(spans), on_cpu=False)["host"]["launch_us"] == 583
 
 
 def test_a_study_checks_its_picture_before_the_work(tmp_path: Path) -> None:
