@@ -31,6 +31,7 @@ from executors.frontend import Frontend, core_id
 from executors.kv_cache import free_memory
 from executors.model_files import load_tokenizer
 from executors.models import Model
+from executors.nvtx import MarkedExecutor, MarkedLanes, recorder
 from executors.outputs import RequestOutput, StreamPiece
 from executors.sampling_rows import SamplingRows
 from executors.sampling_state import SamplerState
@@ -60,6 +61,7 @@ class LLM:
     seed        for requests without a seed of their own, and for dummy weights
     timeline    record spans of every lane
     compile     compile the model's layers; None means on CUDA
+    nvtx        mark steps and lanes for Nsight Systems; needs CUDA
     report      called with one line for each stage of start-up
     """
 
@@ -76,6 +78,7 @@ class LLM:
         num_blocks: int | None = None,
         seed: int = 0,
         timeline: bool = False,
+        nvtx: bool = False,
         report: Report | None = None,
         attention: str = "auto",
         compile: bool | CompileSettings | None = None,
@@ -85,6 +88,7 @@ class LLM:
         steps = _depth(mode, depth)
         _check_settings(steps, num_blocks, engine)
         where = _device(device)
+        marks = recorder(where) if nvtx else None
         weights = _dtype(dtype, where)
         say(f"loading the model on {where}")
         self.model = Model.load(
@@ -107,8 +111,13 @@ class LLM:
         self.scheduler = Scheduler(self.config, log=self.log if timeline else None)
         self.frontend = Frontend(tokenizer, _eos(self.model))
         lanes: Lanes = CudaLanes(where, timed=timeline) if where.type == "cuda" else CpuLanes()
+        if marks is not None:
+            lanes = MarkedLanes(lanes, marks)
         self._sampling_rows = SamplingRows(self.scheduler.rows.capacity, self.model.vocab_size, seed=seed)
-        self.engine = Engine(self.scheduler, self._executor(kv, lanes), self._on_step)
+        executor = self._executor(kv, lanes)
+        self.engine = Engine(
+            self.scheduler, executor if marks is None else MarkedExecutor(executor, marks), self._on_step
+        )
         self._results: list[Result] = []
         self._claims: dict[str, deque[Result]] = {}  # who drives the engine for a prompt gets its results
         self._ids = (str(number) for number in itertools.count())

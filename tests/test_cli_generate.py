@@ -513,6 +513,8 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 if not torch.cuda.is_available():
     BAD_INPUT["cuda"] = ((*ONE, "--device", "cuda"), ("device: 'cuda'", "no CUDA device"))
+    BAD_INPUT["ranges without cuda"] = ((*ONE, "--nvtx"), ("nvtx: True", "CUDA"))
+    BAD_INPUT["bench's ranges without cuda"] = ((*SHAPE, "--nvtx"), ("nvtx: True", "CUDA"))
     BAD_INPUT["profile without cuda"] = ((*SHAPE, "--profile"), ("--profile", "needs CUDA"))
 
 

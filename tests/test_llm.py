@@ -33,7 +33,9 @@ from asyncsched.errors import AsyncschedError, ConfigError
 from asyncsched.pipeline import Abort, Inbox, Submit
 from asyncsched.timeline import LANES
 from executors.async_engine import EngineStoppedError
+from executors.cpu import CpuLanes
 from executors.errors import ModelLoadError
+from executors.executor import Executor
 from executors.llm import LLM
 from executors.models import Model
 from executors.outputs import CompletionOutput, RequestOutput, StreamPiece
@@ -701,6 +703,60 @@ def test_the_timeline_has_every_step_on_every_lane(depth: int) -> None:
         assert all(0 <= span.slot < depth and span.start_ns <= span.end_ns for span in spans)
     names = {span.name for span in llm.timeline.spans}
     assert names == {"plan", "fill", "launch", "collect", "commit", "h2d", "carry", "forward", "d2h"}
+
+
+class Ranges:
+    """Takes ranges as torch.cuda.nvtx does. `names` are all of them, each below those it was inside of."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+        self.names: list[tuple[str, ...]] = []
+
+    def range_push(self, msg: str) -> None:
+        self.open.append(msg)
+        self.names.append(tuple(self.open))
+
+    def range_pop(self) -> None:
+        self.open.pop()
+
+
+def test_ranges_mark_every_step_and_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = Ranges()
+    monkeypatch.setattr("executors.llm.recorder", lambda device: ranges)
+    llm = tiny_llm(nvtx=True)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert tokens_of(outputs) == expected_tokens(llm)
+    steps = range(llm.engine.steps)
+    outer = [path[0] for path in ranges.names if len(path) == 1]
+    assert sorted(name.split(":")[0] for name in outer) == sorted(
+        f"{work} step {step}" for step in steps for work in ("launch", "collect")
+    )
+    assert outer[0] == "launch step 0: 3 sequences, 20 tokens, slot 0"
+    for step in steps:
+        mine = [path[1] for path in ranges.names if len(path) == 2 and path[0].startswith(f"launch step {step}:")]
+        assert mine == ["h2d", "compute", "compute", "d2h"]
+    assert {len(path) for path in ranges.names} == {1, 2}
+    assert ranges.open == []
+
+
+def test_ranges_are_closed_where_a_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = Ranges()
+    monkeypatch.setattr("executors.llm.recorder", lambda device: ranges)
+    llm = tiny_llm(nvtx=True)
+
+    def fail(step: int) -> None:
+        raise RuntimeError("out of memory")
+
+    with forward_that(fail):
+        assert llm.generate([PROMPTS[0]], GREEDY)[0].outputs[0].finish_reason == "error"
+    assert ranges.names
+    assert ranges.open == []
+
+
+def test_nothing_is_marked_unless_asked_for() -> None:
+    """What marks stands around executor and lanes; without it they are what they are."""
+    executor = tiny_llm().engine.executor
+    assert (type(executor), type(executor.lanes)) == (Executor, CpuLanes)
 
 
 class ReplayInbox(Inbox):

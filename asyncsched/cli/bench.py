@@ -20,6 +20,7 @@ from asyncsched.cli.loading import (
     Compile,
     Device,
     ModelName,
+    Nvtx,
     Plot,
     Settings,
     Trace,
@@ -81,6 +82,7 @@ def bench(
     device: Device = "auto",
     compile: Compile = None,
     settings: Settings = None,
+    nvtx: Nvtx = False,
     as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the JSON object to a file.")] = None,
     trace: Trace = None,
@@ -100,7 +102,7 @@ def bench(
     }
     depths = _depths(mode, depth)
     seats = sizes["requests"] if batch is None else _count("--batch", batch)
-    engine = {"max_num_seqs": seats, **engine_settings(settings), "device": device, "compile": compile}
+    engine = {"max_num_seqs": seats, **engine_settings(settings), "device": device, "compile": compile, "nvtx": nvtx}
     what = _check_model(model, config, dummy_weights)
     require_torch(cuda_for="--profile" if profile else "")
     shape: Any = model

@@ -17,6 +17,7 @@ from asyncsched.cli.loading import (
     Compile,
     Device,
     ModelName,
+    Nvtx,
     Plot,
     Settings,
     Trace,
@@ -60,6 +61,7 @@ def generate(
     device: Device = "auto",
     compile: Compile = None,
     settings: Settings = None,
+    nvtx: Nvtx = False,
     max_tokens: Annotated[str | None, _sampled("N", "Tokens at most. Without it: 256, or what fits.")] = None,
     temperature: Annotated[str | None, _sampled("T", "0 takes the likeliest token.")] = None,
     top_p: Annotated[str | None, _sampled("P", "Keep the likeliest tokens of this probability in all.")] = None,
@@ -106,6 +108,7 @@ def generate(
         "device": device,
         "compile": compile,
         "timeline": trace is not None or plot is not None,
+        "nvtx": nvtx,
         **engine_settings(settings),
     }
     jobs, problems = _jobs(prompt, prompts, sampling, one_text=stream or chat)

@@ -48,6 +48,10 @@ Settings = Annotated[
         show_default=False,
     ),
 ]
+Nvtx = Annotated[
+    bool,
+    typer.Option("--nvtx", help="Mark steps and lanes for Nsight Systems (CUDA).", rich_help_panel=ENGINE),
+]
 Trace = Annotated[
     Path | None, typer.Option(metavar="FILE.json", help="Write a measured trace; open it at https://ui.perfetto.dev.")
 ]

@@ -69,3 +69,19 @@ def test_captured_mixed_steps_change_no_token() -> None:
         got, llm = tokens("llama", depth, **settings, mixed_buckets=(8, 24, 48))
         assert any(buckets[1] for _, buckets, _ in llm._compute._graphs)
         assert got == expected
+
+
+def test_ranges_reach_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through torch's own functions; whether a tool listens, the library does not tell."""
+    pushed, popped = [], []
+    push, pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda msg: (pushed.append(msg), push(msg))[1])
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: (popped.append(True), pop())[1])
+    expected, _ = tokens("llama", 2, **SMALL)
+    assert pushed == []
+    got, llm = tokens("llama", 2, **SMALL, nvtx=True)
+    assert got == expected
+    assert {"h2d", "compute", "d2h"} < set(pushed)
+    last = llm.engine.steps - 1
+    assert {name.split(":")[0] for name in pushed} >= {f"launch step {last}", f"collect step {last}"}
+    assert len(popped) == len(pushed)
