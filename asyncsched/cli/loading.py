@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -102,6 +103,8 @@ def _known(name: str, value: str) -> str:
 def require_torch(*, cuda_for: str = "") -> None:
     """Imports what a real model needs; `cuda_for` is an option that needs CUDA. Raises BadInputError or ConfigError."""
     say("importing torch and transformers")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # bars that transformers does not turn off; read when tqdm is loaded
     try:
         import torch
         from transformers.utils import logging
