@@ -106,6 +106,8 @@ class StepFailure:
     stuck: bool = False
 
 
+NO_SLOT = "every I/O slot is held by a step that never came back: start a new engine"
+
 Effect = Host | Launch | Collect | Deliver | Idle
 Pipeline = Generator[Effect, object, None]
 
@@ -135,7 +137,7 @@ def pipeline(scheduler: Scheduler, inbox: Inbox) -> Pipeline:
             yield Host("commit", plan)
             yield Deliver(output)
         elif not slots and scheduler.has_requests:
-            yield Deliver(scheduler.fail_all("every I/O slot is held by a step that never came back"))
+            yield Deliver(scheduler.fail_all(NO_SLOT))
         elif inbox.closed and not len(inbox) and not scheduler.has_requests:
             return
         else:

@@ -58,6 +58,7 @@ class AsyncEngine:
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncIterator[StreamPiece]:
         """Pieces of the prompt's outputs as they arrive. Leaving the loop early aborts it. Raises ConfigError."""
+        self._llm.require_usable()
         params = params or SamplingParams()
         self._llm.check(prompt, params)
         name = request_id if request_id is not None else f"async-{next(self._ids)}"

@@ -8,31 +8,50 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
-from asyncsched.pipeline import Collect, Deliver, Effect, Host, Idle, Inbox, Launch, pipeline
+from asyncsched.pipeline import Collect, Deliver, Effect, Host, Idle, Inbox, Launch, StepFailure, pipeline
 from asyncsched.plan import StepOutput
 from asyncsched.scheduler import Scheduler
 from asyncsched.timeline import Span
+from executors.errors import one_line
 from executors.executor import Executor
 
+USABLE = "the engine is still usable"
+DEAD = "the engine is not usable any more: start a new one"
 Deliverer = Callable[[StepOutput], None]
 
 
 class Engine:
-    """A scheduler, its inbox and an executor."""
+    """A scheduler, its inbox and an executor.
+
+    `death` says why it must not be used any more, and is empty while it may be: the device does not answer, or `run`
+    broke off in the middle of a step. Requests that are there end with an error, one after the other or with `run`.
+    """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, deliver: Deliverer) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.inbox = Inbox()
         self.steps = 0
+        self.death = ""
         self._deliver = deliver
         self._loop = pipeline(scheduler, self.inbox)
         self._reply: object = None
+        self._broke_off = False
         self._host_since = time.perf_counter_ns()
 
     def run(self) -> bool:
         """Works until something was delivered (True), or nothing can run before another command arrives (False)."""
+        if self._broke_off:
+            return False
+        try:
+            return self._run()
+        except BaseException as error:
+            self._broke_off, self.death = True, f"{type(error).__name__}: {one_line(error)}"
+            raise
+
+    def _run(self) -> bool:
         self._host_since = time.perf_counter_ns()
         while True:
             try:
@@ -47,13 +66,20 @@ class Engine:
                 self._reply = self.executor.launch(effect.program)
                 self._host_since = time.perf_counter_ns()
             elif isinstance(effect, Collect):
-                self._reply = self.executor.collect(effect.ticket)  # type: ignore[arg-type]  # launch gave it
+                collected = self.executor.collect(effect.ticket)  # type: ignore[arg-type]  # launch gave it
+                self._reply = self._noted(collected) if isinstance(collected, StepFailure) else collected
                 self._host_since = time.perf_counter_ns()
             elif isinstance(effect, Deliver):
                 self._deliver(effect.output)
                 return True
             elif isinstance(effect, Idle) and not len(self.inbox):  # a command may have come after an early delivery
                 return False
+
+    def _noted(self, failure: StepFailure) -> StepFailure:
+        """The failure, with what it means for the engine."""
+        if failure.stuck and not self.death:
+            self.death = failure.cause
+        return replace(failure, cause=f"{failure.cause}; {DEAD if self.death else USABLE}")
 
     def _host(self, effect: Host) -> None:
         """Host work that the loop did since the last effect."""

@@ -1,4 +1,4 @@
-"""What a model can be refused for. Every message is one line that begins with the model's name."""
+"""What a model can be refused for, in one line that begins with its name; and what an engine has died of."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ class ModelLoadError(AsyncschedError):
 
 class UnsupportedModelError(AsyncschedError):
     """The model is there, but its layers cannot run over a paged KV cache."""
+
+
+class EngineDeadError(AsyncschedError):
+    """The engine broke in an earlier step, or the device stopped answering: it takes no more prompts."""
 
 
 def one_line(cause: BaseException) -> str:

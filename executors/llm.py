@@ -25,13 +25,14 @@ from executors.compiled import CompileSettings
 from executors.compute import ComputeLane
 from executors.cpu import CpuLanes
 from executors.cuda import CudaLanes
-from executors.engine import Engine
+from executors.engine import DEAD, Engine
+from executors.errors import EngineDeadError
 from executors.executor import Executor, Lanes
 from executors.frontend import Frontend, core_id
 from executors.kv_cache import free_memory
 from executors.model_files import load_tokenizer
 from executors.models import Model
-from executors.nvtx import MarkedExecutor, MarkedLanes, recorder
+from executors.nvtx import mark, recorder
 from executors.outputs import RequestOutput, StreamPiece
 from executors.sampling_rows import SamplingRows
 from executors.sampling_state import SamplerState
@@ -111,13 +112,11 @@ class LLM:
         self.scheduler = Scheduler(self.config, log=self.log if timeline else None)
         self.frontend = Frontend(tokenizer, _eos(self.model))
         lanes: Lanes = CudaLanes(where, timed=timeline) if where.type == "cuda" else CpuLanes()
-        if marks is not None:
-            lanes = MarkedLanes(lanes, marks)
         self._sampling_rows = SamplingRows(self.scheduler.rows.capacity, self.model.vocab_size, seed=seed)
         executor = self._executor(kv, lanes)
-        self.engine = Engine(
-            self.scheduler, executor if marks is None else MarkedExecutor(executor, marks), self._on_step
-        )
+        if marks is not None:
+            mark(executor, marks)
+        self.engine = Engine(self.scheduler, executor, self._on_step)
         self._results: list[Result] = []
         self._claims: dict[str, deque[Result]] = {}  # who drives the engine for a prompt gets its results
         self._ids = (str(number) for number in itertools.count())
@@ -159,6 +158,16 @@ class LLM:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
+    @property
+    def usable(self) -> bool:
+        """Whether it takes prompts. A step that fails leaves it usable unless the device has stopped answering."""
+        return not self.engine.death
+
+    def require_usable(self) -> None:
+        """Raises EngineDeadError."""
+        if self.engine.death:
+            raise EngineDeadError(f"{DEAD}; it died of {self.engine.death}")
+
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raises ConfigError for a prompt or parameters that this model cannot take."""
         self._sampling_rows.check(params)
@@ -172,7 +181,8 @@ class LLM:
             raise ConfigError("prompt", int(bad[0]), f"use token ids from 0 to {self.model.vocab_size - 1}")
 
     def submit(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
-        """Puts one checked prompt into the inbox; `run` drives it."""
+        """Puts one checked prompt into the inbox; `run` drives it. Raises EngineDeadError."""
+        self.require_usable()
         for command in self.frontend.requests(request_id, prompt, params):
             self.engine.inbox.put(command)
 
@@ -191,6 +201,7 @@ class LLM:
     def _submit(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[str]:
+        self.require_usable()
         several = _as_list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(several)
         if len(each) != len(several):

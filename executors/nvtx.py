@@ -1,21 +1,21 @@
-"""NVTX ranges for Nsight Systems: one per launch and collection of a step, and inside them one per operation's lane.
+"""NVTX ranges for Nsight Systems: one per launch and collection of a step, and inside them one per operation.
 
-They wrap an executor and its lanes from outside, so an engine that does not ask for them runs none of this. A range is
-the host's time; Nsight Systems projects it onto the streams that the work inside it went to.
+`mark` puts them around the methods of one executor, so an engine that does not ask for them runs none of this. A range
+is the host's time; Nsight Systems projects it onto the streams that the work inside it went to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from asyncsched.errors import ConfigError
 from asyncsched.plan import StepPlan
-from asyncsched.program import Lane, StepProgram
-from executors.executor import Executor, Lanes, Ticket
+from asyncsched.program import StepProgram
+from executors.executor import Executor
 
 
 class Recorder(Protocol):
@@ -33,47 +33,40 @@ def recorder(device: torch.device) -> Recorder:
     return torch.cuda.nvtx
 
 
-class MarkedLanes:
-    """Lanes whose operations are ranges named by their lane."""
+def mark(executor: Executor, recorder: Recorder) -> None:
+    """Before its first launch."""
 
-    def __init__(self, lanes: Lanes, recorder: Recorder) -> None:
-        self._lanes, self._recorder = lanes, recorder
+    def ranged(work: Callable[..., Any], name: str) -> Callable[..., Any]:
+        return lambda *arguments: _inside(recorder, name, work, arguments)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lanes, name)
+    compute = executor.compute
+    compute.carry = ranged(compute.carry, "compute: carry")  # type: ignore[method-assign]
+    compute.forward = ranged(compute.forward, "compute: forward")  # type: ignore[method-assign]
+    compute.offload = ranged(compute.offload, "d2h: offload")  # type: ignore[method-assign]
+    compute.restore = ranged(compute.restore, "h2d: restore")  # type: ignore[method-assign]
+    for slot in executor.slots:
+        slot.copy_in = ranged(slot.copy_in, "h2d: inputs")  # type: ignore[method-assign]
+        slot.copy_out = ranged(slot.copy_out, "d2h: outputs")  # type: ignore[method-assign]
 
-    @contextmanager
-    def on(self, lane: Lane) -> Iterator[None]:
-        with _range(self._recorder, lane.value), self._lanes.on(lane):
-            yield
+    launch, collect, launched = executor.launch, executor.collect, deque[StepPlan]()
 
+    def marked_launch(program: StepProgram) -> Any:
+        launched.append(program.plan)
+        return _inside(recorder, _name("launch", program.plan), launch, (program,))
 
-class MarkedExecutor:
-    """An executor whose steps are ranges. Its lanes should be `MarkedLanes`."""
+    def marked_collect(ticket: Any) -> Any:
+        return _inside(recorder, _name("collect", launched.popleft()), collect, (ticket,))
 
-    def __init__(self, executor: Executor, recorder: Recorder) -> None:
-        self._executor, self._recorder = executor, recorder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
-
-    def launch(self, program: StepProgram) -> Ticket:
-        with _range(self._recorder, _name("launch", program.plan)):
-            return self._executor.launch(program)
-
-    def collect(self, ticket: Ticket) -> Any:
-        with _range(self._recorder, _name("collect", ticket.program.plan)):
-            return self._executor.collect(ticket)
+    executor.launch, executor.collect = marked_launch, marked_collect  # type: ignore[method-assign]
 
 
 def _name(work: str, plan: StepPlan) -> str:
     return f"{work} step {plan.step}: {plan.num_seqs} sequences, {plan.num_tokens} tokens, slot {plan.slot}"
 
 
-@contextmanager
-def _range(recorder: Recorder, name: str) -> Iterator[None]:
+def _inside(recorder: Recorder, name: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     recorder.range_push(name)
     try:
-        yield
+        return work(*arguments)
     finally:
         recorder.range_pop()

@@ -19,8 +19,8 @@ from executors.llm import LLM
 from executors.outputs import StreamPiece
 
 # Of the logits' standard deviation. Measured on tiny models on a CPU: float32 always gives the best token, bf16 one at
-# most 0.022 below it. Behind a corrupted block, tiny Llama's tokens are up to 4.5 below.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+# most 0.17 below it. Behind a corrupted block, tiny Llama's tokens are up to 4.5 below.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.4}
 
 Delivered = list[tuple[list[int], list[int]]]
 

@@ -291,11 +291,37 @@ def test_a_step_that_fails_is_status_1_and_the_others_are_kept(
     assert status == 1
     lines = captured.err.splitlines()
     assert lines[0].startswith("error: prompts.jsonl, line 3: JSON")
-    assert lines[1:] == ["error: prompts.jsonl, line 2: RuntimeError: CUDA error: an illegal memory access"]
+    cause = "RuntimeError: CUDA error: an illegal memory access; the engine is still usable"
+    assert lines[1:] == [f"error: prompts.jsonl, line 2: {cause}"]
     records = records_in((folder / "o.jsonl").read_text())
     assert records[1]["outputs"][0]["finish_reason"] == "length"
     assert records[2]["outputs"][0]["finish_reason"] == "error"
     assert 0 < len(records[2]["outputs"][0]["token_ids"]) < 20
+
+
+def test_a_device_that_dies_is_a_line_for_each_prompt(
+    model: str, folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn of a conversation after that is one line, and its end."""
+
+    def dead(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr("executors.cpu.CpuLanes.synchronize", dead)
+    monkeypatch.setattr("executors.cpu.CpuLanes.drain", dead)
+    prompts = write_prompts(folder, {"prompt": "a"}, {"prompt": TEXT})
+    assert status_of("generate", "--model", model, "--prompts", prompts) == 1
+    captured = capsys.readouterr()
+    for number, line in enumerate(captured.err.splitlines(), start=1):
+        assert line.startswith(f"error: prompts.jsonl, line {number}: RuntimeError: CUDA error: an illegal memory")
+        assert line.endswith("; the engine is not usable any more: start a new one")
+    assert [record["outputs"][0]["finish_reason"] for record in records_in(captured.out).values()] == ["error"] * 2
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nand?\nand now?\n"))
+    assert status_of("generate", "--model", model, "--chat") == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: RuntimeError: CUDA error")
+    assert second.startswith("error: the engine is not usable any more: start a new one; it died of RuntimeError")
 
 
 def test_an_engine_that_breaks_keeps_what_was_written(

@@ -34,8 +34,7 @@ from asyncsched.pipeline import Abort, Inbox, Submit
 from asyncsched.timeline import LANES
 from executors.async_engine import EngineStoppedError
 from executors.cpu import CpuLanes
-from executors.errors import ModelLoadError
-from executors.executor import Executor
+from executors.errors import EngineDeadError, ModelLoadError
 from executors.llm import LLM
 from executors.models import Model
 from executors.outputs import CompletionOutput, RequestOutput, StreamPiece
@@ -392,7 +391,10 @@ def test_a_step_that_raises_fails_its_requests_and_no_others(depth: int) -> None
         outputs = llm.generate(PROMPTS, GREEDY)
     failed = [output.outputs[0] for output in outputs if output.outputs[0].finish_reason == "error"]
     assert 1 <= len(failed) <= 3
-    assert {one.message for one in failed} == {"RuntimeError: out of memory Tried to allocate"}
+    assert {one.message for one in failed} == {
+        "RuntimeError: out of memory Tried to allocate; the engine is still usable"
+    }
+    assert llm.usable
     for output, expected in zip(outputs, expected_tokens(llm), strict=True):
         (one,) = output.outputs
         if one.finish_reason == "error":
@@ -400,6 +402,83 @@ def test_a_step_that_raises_fails_its_requests_and_no_others(depth: int) -> None
         else:
             assert (one.finish_reason, one.token_ids) == ("length", expected)
     assert is_clean(llm)
+
+
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+DEATH = f"RuntimeError: {ILLEGAL}; the device does not answer any more: {ILLEGAL}"
+
+
+@contextmanager
+def device_that_dies(after: int) -> Iterator[None]:
+    """From some synchronize on, every call that asks the device says what a broken CUDA context says."""
+    calls: list[object] = []
+
+    def dying(work: Callable[..., None]) -> Callable[..., None]:
+        def asked(*arguments: object) -> None:
+            calls.append(arguments)
+            if len(calls) > after:
+                raise RuntimeError(ILLEGAL)
+            work(*arguments)
+
+        return asked
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("synchronize", "drain"):
+            patch.setattr(CpuLanes, name, dying(getattr(CpuLanes, name)))
+        yield
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_device_that_dies_ends_every_request_and_the_engine_says_so(depth: int) -> None:
+    llm = tiny_llm(depth=depth, max_num_seqs=3)
+    with device_that_dies(7):
+        outputs = [output.outputs[0] for output in llm.generate(PROMPTS, GREEDY)]
+    assert {one.finish_reason for one in outputs} == {"error"}
+    messages = {one.message for one in outputs}
+    assert messages == {
+        f"{DEATH}; the engine is not usable any more: start a new one",
+        "every I/O slot is held by a step that never came back: start a new engine",
+    }
+    for one, expected in zip(outputs, expected_tokens(llm), strict=True):
+        assert expected[: len(one.token_ids)] == one.token_ids
+    assert sum(len(one.token_ids) for one in outputs) >= 3
+    assert not llm.usable
+    ran = llm.engine.steps
+    for again in (lambda: llm.generate(PROMPTS, GREEDY), lambda: next(llm.stream(PROMPTS, GREEDY))):
+        with pytest.raises(EngineDeadError) as error:
+            again()
+        assert str(error.value) == f"the engine is not usable any more: start a new one; it died of {DEATH}"
+    assert llm.engine.steps == ran
+
+
+def test_a_dead_engine_takes_no_prompt_from_asyncio_either() -> None:
+    async def main() -> list[Any]:
+        async with AsyncEngine(tiny_llm()) as engine:
+            with device_that_dies(3):
+                failed = await collect(engine.generate(PROMPTS[0], GREEDY))
+            assert failed.finish_reason == "error"
+            tasks = [collect(engine.generate(prompt, GREEDY)) for prompt in PROMPTS]
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert {type(error) for error in run(main())} == {EngineDeadError}
+
+
+def test_an_engine_that_broke_off_takes_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Scheduler, *_: Any) -> Any:
+        raise ZeroDivisionError("a fault of the scheduler")
+
+    llm = tiny_llm()
+    other = llm.stream([PROMPTS[0]], GREEDY)
+    next(other)
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "commit", broken)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(PROMPTS, GREEDY)
+    assert not llm.usable
+    with pytest.raises(AsyncschedError, match="the engine stopped with 1 requests unfinished"):
+        next(other)
+    with pytest.raises(EngineDeadError, match="it died of ZeroDivisionError: a fault of the scheduler"):
+        llm.generate(PROMPTS, GREEDY)
 
 
 def test_logits_that_are_no_numbers_fail_their_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -683,7 +762,7 @@ def test_a_step_that_fails_is_no_failure_of_the_engine() -> None:
             return failed, await collect(engine.generate(PROMPTS[0], GREEDY))
 
     failed, good = run(main())
-    assert (failed.finish_reason, failed.message) == ("error", "RuntimeError: boom")
+    assert (failed.finish_reason, failed.message) == ("error", "RuntimeError: boom; the engine is still usable")
     assert [good.token_ids] == expected_tokens(llm, PROMPTS[:1])
 
 
@@ -734,7 +813,7 @@ def test_ranges_mark_every_step_and_lane(monkeypatch: pytest.MonkeyPatch) -> Non
     assert outer[0] == "launch step 0: 3 sequences, 20 tokens, slot 0"
     for step in steps:
         mine = [path[1] for path in ranges.names if len(path) == 2 and path[0].startswith(f"launch step {step}:")]
-        assert mine == ["h2d", "compute", "compute", "d2h"]
+        assert mine == ["h2d: inputs", "compute: carry", "compute: forward", "d2h: outputs"]
     assert {len(path) for path in ranges.names} == {1, 2}
     assert ranges.open == []
 
@@ -753,10 +832,18 @@ def test_ranges_are_closed_where_a_step_fails(monkeypatch: pytest.MonkeyPatch) -
     assert ranges.open == []
 
 
+def test_offloads_are_marked_on_their_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = Ranges()
+    monkeypatch.setattr("executors.llm.recorder", lambda device: ranges)
+    tiny_llm(nvtx=True, preemption="offload").generate(PROMPTS, GREEDY)
+    assert {"d2h: offload", "h2d: restore"} < {path[-1] for path in ranges.names}
+
+
 def test_nothing_is_marked_unless_asked_for() -> None:
-    """What marks stands around executor and lanes; without it they are what they are."""
+    """What marks stands around methods of the executor and its parts; without it they are what they are."""
     executor = tiny_llm().engine.executor
-    assert (type(executor), type(executor.lanes)) == (Executor, CpuLanes)
+    for part in (executor, executor.compute, *executor.slots):
+        assert not [name for name, value in vars(part).items() if callable(value) and hasattr(type(part), name)]
 
 
 class ReplayInbox(Inbox):

@@ -81,7 +81,7 @@ def test_ranges_reach_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pushed == []
     got, llm = tokens("llama", 2, **SMALL, nvtx=True)
     assert got == expected
-    assert {"h2d", "compute", "d2h"} < set(pushed)
+    assert {"h2d: inputs", "compute: carry", "compute: forward", "d2h: outputs"} < set(pushed)
     last = llm.engine.steps - 1
     assert {name.split(":")[0] for name in pushed} >= {f"launch step {last}", f"collect step {last}"}
     assert len(popped) == len(pushed)
