@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncsched.config import FIELD_NAMES, EngineConfig
 from asyncsched.errors import AsyncschedError, ConfigError
 from asyncsched.pipeline import Abort
 from asyncsched.plan import StepOutput
@@ -29,22 +29,22 @@ from executors.engine import DEAD, Engine
 from executors.errors import EngineDeadError
 from executors.executor import Executor, Lanes
 from executors.frontend import Frontend, core_id
-from executors.kv_cache import free_memory
 from executors.model_files import load_tokenizer
 from executors.models import Model
 from executors.nvtx import mark, recorder
 from executors.outputs import RequestOutput, StreamPiece
 from executors.sampling_rows import SamplingRows
 from executors.sampling_state import SamplerState
+from executors.settings import (
+    check_settings,
+    compile_settings,
+    depth_of,
+    device_of,
+    dtype_of,
+    engine_config,
+    eos_token_ids,
+)
 from executors.slots import Slot
-
-MODE_DEPTH = {"sync": 1, "async": 2}
-MEMORY_SHARE = 0.9  # of the free device memory, for the KV pool
-CPU_POOL_BYTES = 2**30
-DEFAULT_MODEL_LEN = 8192
-DEFAULT_SEQS = {"cuda": 256, "cpu": 16}
-MAX_MIXED_BUCKET = 2048  # tokens whose products take a large model longer than the host takes to launch them
-OWN_SETTINGS = ("depth", "num_blocks", "vocab_size")  # of EngineConfig: arguments of their own, or the model's
 
 Prompt = str | Sequence[int]
 Report = Callable[[str], None]
@@ -64,6 +64,9 @@ class LLM:
     compile     compile the model's layers; None means on CUDA
     nvtx        mark steps and lanes for Nsight Systems; needs CUDA
     report      called with one line for each stage of start-up
+
+    startup_s   seconds that all of this took; imports came before
+    graphs      whether decode steps run as CUDA graphs
     """
 
     def __init__(
@@ -85,13 +88,12 @@ class LLM:
         compile: bool | CompileSettings | None = None,
         **engine: Any,
     ) -> None:
-        say = report or (lambda line: None)
-        steps = _depth(mode, depth)
-        _check_settings(steps, num_blocks, engine)
-        where = _device(device)
+        say, started = report or (lambda line: None), time.perf_counter()
+        steps = depth_of(mode, depth)
+        check_settings(steps, num_blocks, engine)
+        where = device_of(device)
         marks = recorder(where) if nvtx else None
-        weights = _dtype(dtype, where)
-        say(f"loading the model on {where}")
+        weights = dtype_of(dtype, where)
         self.model = Model.load(
             model,
             device=where,
@@ -99,18 +101,19 @@ class LLM:
             dummy_weights=dummy_weights,
             seed=seed,
             attention=attention,
-            compile=_compile_settings(compile, where),
+            compile=compile_settings(compile, where),
             report=say,
         )
-        say("allocating the KV pool")
-        self.config = _engine_config(self.model, steps, num_blocks, engine)
+        self.config = engine_config(self.model, steps, num_blocks, engine)
+        say(f"allocating {self.config.num_blocks} KV blocks of {self.config.block_size} tokens")
         kv = self.model.allocate_kv(self.config.num_blocks, self.config.block_size)
-        if tokenizer == "auto":
-            tokenizer = load_tokenizer(model) if isinstance(model, str) else None
+        if tokenizer == "auto" and isinstance(model, str):
+            say("loading the tokenizer")
+            tokenizer = load_tokenizer(model)
         self.timeline = Timeline() if timeline else None
         self.log: list[str] = []
         self.scheduler = Scheduler(self.config, log=self.log if timeline else None)
-        self.frontend = Frontend(tokenizer, _eos(self.model))
+        self.frontend = Frontend(None if tokenizer == "auto" else tokenizer, eos_token_ids(self.model))
         lanes: Lanes = CudaLanes(where, timed=timeline) if where.type == "cuda" else CpuLanes()
         self._sampling_rows = SamplingRows(self.scheduler.rows.capacity, self.model.vocab_size, seed=seed)
         executor = self._executor(kv, lanes)
@@ -120,9 +123,13 @@ class LLM:
         self._results: list[Result] = []
         self._claims: dict[str, deque[Result]] = {}  # who drives the engine for a prompt gets its results
         self._ids = (str(number) for number in itertools.count())
+        if lanes.graphs:
+            say("capturing the first CUDA graph")
         refusal = self._capture(lanes)
         if refusal:
             say(f"CUDA graphs are off, decode steps are launched kernel by kernel: {refusal}")
+        self.graphs = lanes.graphs and not refusal
+        self.startup_s = time.perf_counter() - started
         say("ready")
 
     # ---- users -----------------------------------------------------------------------------------------------------
@@ -290,30 +297,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]  # it holds prompts
 
 
-def _depth(mode: str | None, depth: int | None) -> int:
-    if mode is not None and mode not in MODE_DEPTH:
-        raise ConfigError("mode", mode, f"use one of {', '.join(MODE_DEPTH)}, or give a depth")
-    if depth is None:
-        return MODE_DEPTH[mode or "async"]
-    if mode is not None and MODE_DEPTH[mode] != depth:
-        raise ConfigError("depth", depth, f"mode {mode!r} means depth {MODE_DEPTH[mode]}; give one of them")
-    return depth
-
-
-def _check_settings(depth: int, num_blocks: int | None, given: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what no model could run with, before one is loaded."""
-    for name, value in given.items():
-        if name not in FIELD_NAMES or name in OWN_SETTINGS:
-            known = [field for field in FIELD_NAMES if field not in OWN_SETTINGS]
-            raise ConfigError(name, value, f"there is no such setting; there are {', '.join(known)}")
-    for name, of in (("decode_buckets", "batch sizes"), ("mixed_buckets", "numbers of tokens")):
-        buckets = given.get(name, ())
-        if not isinstance(buckets, list | tuple) or not all(type(size) is int for size in buckets):
-            raise ConfigError(name, buckets, f"use a list of {of}")
-    room = {"num_blocks": num_blocks} if num_blocks is not None else {}
-    EngineConfig(depth=depth, **room, **given)
-
-
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
     """Ctrl-C inside takes effect at the end: a step that breaks off would be the engine's last. Twice is at once."""
@@ -336,83 +319,3 @@ def _interrupts_wait() -> Iterator[None]:
         signal.signal(signal.SIGINT, usual)
     if asked:
         raise KeyboardInterrupt
-
-
-def _device(name: str) -> torch.device:
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError("device", name, "use auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", name, "no CUDA device is available here: use cpu")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name, 0) if name == "cuda" else torch.device(name)
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype | None:
-    """None leaves it to the checkpoint."""
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else None
-    if name not in known:
-        raise ConfigError("dtype", name, f"use one of auto, {', '.join(known)}")
-    return known[name]
-
-
-def _compile_settings(compile: bool | CompileSettings | None, device: torch.device) -> CompileSettings | None:
-    if isinstance(compile, CompileSettings):
-        return compile
-    wanted = device.type == "cuda" if compile is None else compile
-    return CompileSettings() if wanted else None
-
-
-def _engine_config(model: Model, depth: int, num_blocks: int | None, given: Mapping[str, Any]) -> EngineConfig:
-    """EngineConfig for this model: what was not given follows from the model and the memory that is free."""
-    settings = dict(given)
-    context = model.max_model_len
-    settings.setdefault("max_model_len", min(context or DEFAULT_MODEL_LEN, DEFAULT_MODEL_LEN))
-    if context is not None and settings["max_model_len"] > context:
-        raise ConfigError("max_model_len", settings["max_model_len"], f"the model's context is {context} tokens")
-    settings.setdefault("max_num_seqs", DEFAULT_SEQS[model.device.type])
-    settings.setdefault("sliding_window", model.sliding_window)
-    settings.setdefault("decode_buckets", default_buckets(settings["max_num_seqs"]))
-    if model.device.type == "cuda" and model.backend.captures_mixed:
-        budget = settings.get(
-            "max_num_batched_tokens", EngineConfig.__dataclass_fields__["max_num_batched_tokens"].default
-        )
-        settings.setdefault("mixed_buckets", default_mixed_buckets(budget))
-    block_size = settings.get("block_size", EngineConfig.__dataclass_fields__["block_size"].default)
-    if num_blocks is None:
-        num_blocks = _blocks(model, block_size, settings["max_model_len"], settings["max_num_seqs"])
-    settings.setdefault("num_host_blocks", num_blocks)
-    return EngineConfig(depth=depth, num_blocks=num_blocks, vocab_size=model.vocab_size, **settings)
-
-
-def _blocks(model: Model, block_size: int, max_model_len: int, max_num_seqs: int) -> int:
-    """As many as every sequence can use, within a share of the free memory."""
-    useful = -(-max_model_len // block_size) * max_num_seqs
-    free = free_memory(model.device)
-    budget = CPU_POOL_BYTES if model.device.type == "cpu" or free is None else int(free * MEMORY_SHARE)
-    return max(1, min(useful, model.blocks_that_fit(budget, block_size)))
-
-
-def default_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes to capture: 1, 2, 4, then steps of 8, then of 32; the largest is max_num_seqs."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(96, max_num_seqs + 1, 32)]
-    return tuple(sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs}))
-
-
-def default_mixed_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Tokens to capture steps with prefills for; beyond the largest, the host keeps up anyhow."""
-    sizes = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, MAX_MIXED_BUCKET + 1, 256))
-    return tuple(size for size in sizes if size <= max_num_batched_tokens)
-
-
-def _eos(model: Model) -> tuple[int, ...]:
-    """End-of-sequence tokens of the generation configuration, or of the model's."""
-    generation = getattr(model.module, "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None)
-    if eos is None:
-        eos = model.module.config.get_text_config(decoder=True).eos_token_id
-    if eos is None:
-        return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)

@@ -29,6 +29,7 @@ from executors.step_view import StepView
 
 Report = Callable[[str], None]
 
+CHECKING = "checking its logits against those of its own attention"
 CONTEXT_FIELDS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions")  # first found is the context
 
 
@@ -81,20 +82,23 @@ class Model:
         attention      a backend's name, or "auto"
         merge          products of one input are computed as one (`executors.merged`)
         compile        how to compile the layers, or None; what cannot be compiled, or is wrong then, runs as it is
-        report         called with a line about the compilation
+        report         called with one line for each stage
         check          run `self_check`; a caller that leaves it out runs it later
 
         Raises ModelLoadError, or UnsupportedModelError for what cannot run over a paged cache.
         """
         name = model if isinstance(model, str) else model.model_type
-        device = torch.device(device)
+        device, say = torch.device(device), report or (lambda line: None)
         prefer_products(device)
+        say("reading the configuration")
         config = load_config(model) if isinstance(model, str) else model
         with _naming(name, config):
             refuse_config(config)
             if isinstance(model, str) and not dummy_weights:
+                say(f"loading the weights on {device}")
                 module = load_weights(model, dtype=dtype, device=device)
             else:
+                say(f"making random weights on {device}")
                 chosen = dtype or _dtype_of(config)
                 module = random_weights(
                     config, dtype=chosen, device=device, seed=seed, initializer_range=initializer_range
@@ -102,8 +106,9 @@ class Model:
             refuse_module(module)
             loaded = cls._over(name, module.eval().requires_grad_(False), device, attention, merge=merge)
             if compile is not None:
-                loaded = loaded._compile(compile, report or (lambda line: None), check=check)
+                loaded = loaded._compile(compile, say, check=check)
             if check and loaded.compiled is None:
+                say(CHECKING)
                 loaded._check()
             return loaded
 
@@ -175,6 +180,7 @@ class Model:
         try:
             done = compiled.compile_layers(self.module, list(self._index), settings, self.forward, self.allocate_kv)
             if check:
+                report(CHECKING)
                 self._check()
         except Exception as cause:  # the compiler's, or a refusal by the self-check
             compiled.restore(self.module)

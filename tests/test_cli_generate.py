@@ -426,8 +426,11 @@ def test_a_terminal_is_told_what_happens(model: str) -> None:
     assert out.count("\n") >= 1
     for stage in (
         "importing torch",
-        "loading the model on",
-        "allocating the KV pool",
+        "reading the configuration",
+        "loading the weights on cpu",
+        "checking its logits",
+        "allocating 256 KV blocks of 16 tokens",
+        "loading the tokenizer",
         "ready",
         "1 requests, 6 tokens in",
     ):
@@ -651,6 +654,7 @@ def test_a_benchmark_measures_every_mode(folder: Path, capsys: Captured) -> None
     assert report["tokens_identical"] is True
     assert (report["model"], report["batch"], report["requests"]) == ("llama-tiny", 4, 4)
     assert report["device"].startswith("CPU")
+    assert report["cuda_graphs"] is False
     for run in report["runs"]:
         assert (run["steps"], run["output_tokens"]) == (40, 160)
         assert run["output_throughput"] == pytest.approx(160 / run["wall_s"])
@@ -658,6 +662,7 @@ def test_a_benchmark_measures_every_mode(folder: Path, capsys: Captured) -> None
         assert 0 < run["gpu_active"] < 1
         assert set(run["host_us"]) == {"plan", "fill", "launch", "commit"}
         assert run["kernels_active"] is None
+        assert 0 < run["startup_s"] < 120
     events = json.loads((folder / "t.json").read_text())["traceEvents"]
     assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == [
         f"{name}: measured" for name in ("sync", "async", "depth 3")

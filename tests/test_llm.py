@@ -926,6 +926,30 @@ def _simulated(command: Submit | Abort, outputs: dict[str, CompletionOutput]) ->
     return Submit(command.request_id, np.zeros_like(command.prompt), params)
 
 
+def test_every_stage_of_start_up_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    llm = tiny_llm(report=said.append, compile=False)
+    assert said == [
+        "reading the configuration",
+        "making random weights on cpu",
+        "checking its logits against those of its own attention",
+        "allocating 18 KV blocks of 4 tokens",
+        "ready",
+    ]
+    assert not llm.graphs
+    assert llm.startup_s > 0
+    monkeypatch.setattr(CpuLanes, "graphs", True)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(LLM, "_capture", lambda *_: "experts wait for the device")
+    said.clear()
+    assert not tiny_llm(report=said.append, compile=False).graphs
+    assert said[-3:] == [
+        "capturing the first CUDA graph",
+        "CUDA graphs are off, decode steps are launched kernel by kernel: experts wait for the device",
+        "ready",
+    ]
+
+
 def test_the_defaults_follow_the_model() -> None:
     llm = LLM(TINY["mistral-window"](), device="cpu", dummy_weights=True, max_num_seqs=3)
     config = llm.config

@@ -51,6 +51,7 @@ class _Measured:
 
     name: str
     run: BenchRun
+    startup_s: float
     timeline: Timeline
     kernels: float | None
 
@@ -179,7 +180,7 @@ def _measure(name: str, llm: LLM, sizes: Mapping[str, int], *, profile: bool) ->
         say(f"{name}: profiling")
         short = {**sizes, "new_tokens": min(PROFILED_TOKENS, sizes["new_tokens"])}
         kernels = kernel_share(lambda: run_bench(llm, **short))
-    return _Measured(name, run, timeline, kernels)
+    return _Measured(name, run, llm.startup_s, timeline, kernels)
 
 
 def _about(llm: LLM) -> dict[str, Any]:
@@ -194,6 +195,7 @@ def _about(llm: LLM) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(llm.model.device) if cuda else f"{CPU}, {torch.get_num_threads()} threads",
         "dtype": str(llm.model.dtype).removeprefix("torch."),
         "compiled": llm.model.compiled is not None,
+        "cuda_graphs": llm.graphs,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -213,7 +215,8 @@ def _release() -> None:
 
 
 def _run_json(one: _Measured) -> dict[str, Any]:
-    return {"mode": one.name, **one.run.result.to_dict(), "kernels_active": one.kernels}
+    result = one.run.result.to_dict()
+    return {"mode": one.name, "startup_s": one.startup_s, **result, "kernels_active": one.kernels}
 
 
 def _comparison(measured: Sequence[_Measured]) -> dict[str, Any]:
@@ -232,6 +235,7 @@ def _print_report(measured: Sequence[_Measured], report: Mapping[str, Any]) -> N
     lane = "compute lane" if report["device"].startswith(CPU) else "GPU"
     results = [one.run.result for one in measured]
     rows = [
+        ["start-up (s)", *(number(one.startup_s) for one in measured)],
         ["wall time (s)", *(number(result.wall_s) for result in results)],
         ["throughput (tokens/s)", *(number(result.output_throughput) for result in results)],
         ["a decode step (ms)", *(_or_dash(result.ms_per_step) for result in results)],
@@ -241,7 +245,7 @@ def _print_report(measured: Sequence[_Measured], report: Mapping[str, Any]) -> N
         ["steps", *(number(result.steps) for result in results)],
     ]
     if any(one.kernels is not None for one in measured):
-        rows.insert(5, ["GPU active, by kernels", *(_share(one.kernels) for one in measured)])
+        rows.insert(6, ["GPU active, by kernels", *(_share(one.kernels) for one in measured)])
     names = [one.name for one in measured]
     typer.echo(f"{report['model']} on {report['device']}, {report['requests']} requests, batch {report['batch']}")
     print_table("measured", ["", *names], rows, numbers=names)

@@ -85,3 +85,13 @@ def test_ranges_reach_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
     last = llm.engine.steps - 1
     assert {name.split(":")[0] for name in pushed} >= {f"launch step {last}", f"collect step {last}"}
     assert len(popped) == len(pushed)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3-moe", "gpt-oss-sinks"])
+def test_start_up_says_where_there_are_no_graphs(name: str) -> None:
+    said: list[str] = []
+    _, llm = tokens(name, 2, **SMALL, report=said.append, compile=False)
+    print(*said, sep="\n")
+    assert "capturing the first CUDA graph" in said
+    assert llm.graphs != any(line.startswith("CUDA graphs are off") for line in said)
+    assert llm.graphs or name != "llama"

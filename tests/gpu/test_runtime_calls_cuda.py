@@ -28,13 +28,18 @@ def nothing(name: str) -> None:
 
 
 def profiled_run(
-    monkeypatch: pytest.MonkeyPatch, params: SamplingParams, depth: int, at_push: Callable[[str], object] = nothing
+    monkeypatch: pytest.MonkeyPatch,
+    params: SamplingParams,
+    depth: int,
+    at_push: Callable[[str], object] = nothing,
+    **options: object,
 ) -> tuple[list[Call], int, int]:
     """The calls of a second run, and the first and last step of its steady stretch: all decode, nobody ends."""
     active = False
     ranges = ProfilerRanges(lambda name: at_push(name) if active else None)
     monkeypatch.setattr("executors.llm.recorder", lambda device: ranges)
-    llm = LLM(TINY["llama"](), depth=depth, device="cuda", dtype="float32", dummy_weights=True, nvtx=True, **SIZES)
+    options = {"dtype": "float32", "compile": False, **SIZES, **options}
+    llm = LLM(TINY["llama"](), depth=depth, device="cuda", dummy_weights=True, nvtx=True, **options)
     llm.generate(PROMPTS, params)  # captures its graphs
     before, active = llm.engine.steps, True
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -52,6 +57,11 @@ def test_a_steady_stretch_only_waits_in_collections(
     assert faults(calls, first, last) == []
     assert len(waits_of(calls)) >= last - first  # the runtime's calls are in the profile
     assert any(call.on_device and call.name.startswith("Memcpy HtoD") for call in calls)
+
+
+def test_so_does_one_of_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, first, last = profiled_run(monkeypatch, GREEDY, 2, compile=True, dtype="bfloat16")
+    assert faults(calls, first, last) == []
 
 
 def synchronize(name: str) -> None:

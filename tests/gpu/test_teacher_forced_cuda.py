@@ -36,13 +36,13 @@ def run(config: object, between: Callable[[LLM, int], object] = lambda llm, n: N
 )
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "gpt-oss-sinks"])
 def test_every_delivered_token_is_as_good_as_the_best(name: str, depth: int, preemption: str) -> None:
-    found = run(TINY[name](), depth=depth, preemption=preemption)
+    found = run(TINY[name](), depth=depth, preemption=preemption, compile=False)
     print(f"{name}, depth {depth}, {preemption}: at most {max(found):.3f} standard deviations below")
     assert max(found) <= TOLERANCE[torch.bfloat16]
 
 
 def test_a_model_of_real_size() -> None:
-    """Sixteen layers: roundings have room to grow. The prompts' tokens are few, its vocabulary is not."""
+    """Sixteen layers, compiled: roundings have room to grow. The prompts' tokens are few, its vocabulary is not."""
     found = run(named_config("llama-1b"), depth=2)
     print(f"llama-1b: at most {max(found):.3f} standard deviations below")
     assert max(found) <= TOLERANCE[torch.bfloat16]
@@ -50,6 +50,8 @@ def test_a_model_of_real_size() -> None:
 
 def test_a_corrupted_block_is_noticed() -> None:
     corrupted = []
-    found = run(TINY["llama"](), lambda llm, n: n == 8 and corrupted.append(corrupt_a_block(llm)), depth=2)
+    found = run(
+        TINY["llama"](), lambda llm, n: n == 8 and corrupted.append(corrupt_a_block(llm)), depth=2, compile=False
+    )
     assert corrupted == [True]
     assert max(found) > 4 * TOLERANCE[torch.bfloat16]

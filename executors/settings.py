@@ -1,0 +1,132 @@
+"""What an `LLM` is asked for by name, checked, and what follows from the model and the machine where nothing was said.
+
+Every problem is one ConfigError that names the setting, its value and what is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from asyncsched.config import FIELD_NAMES, EngineConfig
+from asyncsched.errors import ConfigError
+from executors.compiled import CompileSettings
+from executors.kv_cache import free_memory
+from executors.models import Model
+
+MODE_DEPTH = {"sync": 1, "async": 2}
+MEMORY_SHARE = 0.9  # of the free device memory, for the KV pool
+CPU_POOL_BYTES = 2**30
+DEFAULT_MODEL_LEN = 8192
+DEFAULT_SEQS = {"cuda": 256, "cpu": 16}
+MAX_MIXED_BUCKET = 2048  # tokens whose products take a large model longer than the host takes to launch them
+OWN_SETTINGS = ("depth", "num_blocks", "vocab_size")  # of EngineConfig: arguments of their own, or the model's
+
+
+def depth_of(mode: str | None, depth: int | None) -> int:
+    if mode is not None and mode not in MODE_DEPTH:
+        raise ConfigError("mode", mode, f"use one of {', '.join(MODE_DEPTH)}, or give a depth")
+    if depth is None:
+        return MODE_DEPTH[mode or "async"]
+    if mode is not None and MODE_DEPTH[mode] != depth:
+        raise ConfigError("depth", depth, f"mode {mode!r} means depth {MODE_DEPTH[mode]}; give one of them")
+    return depth
+
+
+def check_settings(depth: int, num_blocks: int | None, given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what no model could run with, before one is loaded."""
+    for name, value in given.items():
+        if name not in FIELD_NAMES or name in OWN_SETTINGS:
+            known = [field for field in FIELD_NAMES if field not in OWN_SETTINGS]
+            raise ConfigError(name, value, f"there is no such setting; there are {', '.join(known)}")
+    for name, of in (("decode_buckets", "batch sizes"), ("mixed_buckets", "numbers of tokens")):
+        buckets = given.get(name, ())
+        if not isinstance(buckets, list | tuple) or not all(type(size) is int for size in buckets):
+            raise ConfigError(name, buckets, f"use a list of {of}")
+    room = {"num_blocks": num_blocks} if num_blocks is not None else {}
+    EngineConfig(depth=depth, **room, **given)
+
+
+def device_of(name: str) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError("device", name, "use auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", name, "no CUDA device is available here: use cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def dtype_of(name: str, device: torch.device) -> torch.dtype | None:
+    """None leaves it to the checkpoint."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else None
+    if name not in known:
+        raise ConfigError("dtype", name, f"use one of auto, {', '.join(known)}")
+    return known[name]
+
+
+def compile_settings(compile: bool | CompileSettings | None, device: torch.device) -> CompileSettings | None:
+    if isinstance(compile, CompileSettings):
+        return compile
+    wanted = device.type == "cuda" if compile is None else compile
+    return CompileSettings() if wanted else None
+
+
+def engine_config(model: Model, depth: int, num_blocks: int | None, given: Mapping[str, Any]) -> EngineConfig:
+    """EngineConfig for this model: what was not given follows from the model and the memory that is free."""
+    settings = dict(given)
+    context = model.max_model_len
+    settings.setdefault("max_model_len", min(context or DEFAULT_MODEL_LEN, DEFAULT_MODEL_LEN))
+    if context is not None and settings["max_model_len"] > context:
+        raise ConfigError("max_model_len", settings["max_model_len"], f"the model's context is {context} tokens")
+    settings.setdefault("max_num_seqs", DEFAULT_SEQS[model.device.type])
+    settings.setdefault("sliding_window", model.sliding_window)
+    settings.setdefault("decode_buckets", default_buckets(settings["max_num_seqs"]))
+    if model.device.type == "cuda" and model.backend.captures_mixed:
+        budget = settings.get("max_num_batched_tokens", _default("max_num_batched_tokens"))
+        settings.setdefault("mixed_buckets", default_mixed_buckets(budget))
+    block_size = settings.get("block_size", _default("block_size"))
+    if num_blocks is None:
+        num_blocks = _blocks(model, block_size, settings["max_model_len"], settings["max_num_seqs"])
+    settings.setdefault("num_host_blocks", num_blocks)
+    return EngineConfig(depth=depth, num_blocks=num_blocks, vocab_size=model.vocab_size, **settings)
+
+
+def _blocks(model: Model, block_size: int, max_model_len: int, max_num_seqs: int) -> int:
+    """As many as every sequence can use, within a share of the free memory."""
+    useful = -(-max_model_len // block_size) * max_num_seqs
+    free = free_memory(model.device)
+    budget = CPU_POOL_BYTES if model.device.type == "cpu" or free is None else int(free * MEMORY_SHARE)
+    return max(1, min(useful, model.blocks_that_fit(budget, block_size)))
+
+
+def _default(name: str) -> int:
+    default: int = EngineConfig.__dataclass_fields__[name].default
+    return default
+
+
+def default_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes to capture: 1, 2, 4, then steps of 8, then of 32; the largest is max_num_seqs."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(96, max_num_seqs + 1, 32)]
+    return tuple(sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs}))
+
+
+def default_mixed_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Tokens to capture steps with prefills for; beyond the largest, the host keeps up anyhow."""
+    sizes = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, MAX_MIXED_BUCKET + 1, 256))
+    return tuple(size for size in sizes if size <= max_num_batched_tokens)
+
+
+def eos_token_ids(model: Model) -> tuple[int, ...]:
+    """End-of-sequence tokens of the generation configuration, or of the model's."""
+    generation = getattr(model.module, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = model.module.config.get_text_config(decoder=True).eos_token_id
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
