@@ -60,14 +60,14 @@ class AsyncEngine:
         """Pieces of the prompt's outputs as they arrive. Leaving the loop early aborts it. Raises ConfigError."""
         self._llm.require_usable()
         params = params or SamplingParams()
-        self._llm.check(prompt, params)
+        token_ids = self._llm.check(prompt, params)
         name = request_id if request_id is not None else f"async-{next(self._ids)}"
         if name in self._listeners:
             raise AsyncschedError(f"request_id: {name!r} is in use")
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
         self._listeners[name] = listener
         try:
-            self._call(lambda: self._llm.submit(name, prompt, params))
+            self._call(lambda: self._llm.submit(name, prompt, params, token_ids=token_ids))
             while (item := await listener.queue.get()) is not None:
                 if isinstance(item, Exception):
                     raise item

@@ -45,6 +45,7 @@ class _Prompt:
     prompt: str | None
     token_ids: TokenArray
     params: SamplingParams
+    place: int
     done: dict[int, CompletionOutput] = field(default_factory=dict)
 
 
@@ -58,11 +59,22 @@ class Frontend:
         self._outputs: dict[int, _Output] = {}  # by the core's number of the request
         self._num_submitted = 0
 
-    def requests(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[Submit]:
-        """The core's requests for a prompt, in the order in which they must be put into the inbox."""
+    def requests(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        token_ids: TokenArray | None = None,
+        place: int = 0,
+    ) -> Iterator[Submit]:
+        """The core's requests for a prompt, in the order in which they must be put into the inbox.
+
+        token_ids  the prompt's, where it was encoded already
+        place      of the prompt in its list
+        """
         text = prompt if isinstance(prompt, str) else None
-        token_ids = self.encode(prompt)
-        parent = _Prompt(request_id, text, token_ids, params)
+        token_ids = self.encode(prompt) if token_ids is None else token_ids
+        parent = _Prompt(request_id, text, token_ids, params, place)
         for index, one in enumerate(params.with_eos(self._eos).fan_out()):
             output_text = OutputText(self._decode, one, token_ids.tolist()) if self._decode else None
             self._outputs[self._num_submitted] = _Output(parent, index, one, output_text, time.perf_counter())
@@ -106,6 +118,7 @@ class Frontend:
             results.append(
                 StreamPiece(
                     request_id=output.parent.request_id,
+                    prompt_index=output.parent.place,
                     index=output.index,
                     text=piece,
                     token_ids=tuple(tokens),

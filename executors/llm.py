@@ -18,7 +18,7 @@ from asyncsched.errors import AsyncschedError, ConfigError
 from asyncsched.pipeline import Abort
 from asyncsched.plan import StepOutput
 from asyncsched.program import Lane
-from asyncsched.request import SamplingParams
+from asyncsched.request import SamplingParams, TokenArray
 from asyncsched.scheduler import Scheduler
 from asyncsched.timeline import Timeline
 from executors.compiled import CompileSettings
@@ -145,7 +145,7 @@ class LLM:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[StreamPiece]:
-        """Pieces as they arrive. Leaving early aborts what has not finished."""
+        """Pieces as they arrive; `prompt_index` says whose each is. Leaving early aborts what has not finished."""
         ids = self._submit(prompts, params)
         for result in self._drive(ids):
             if isinstance(result, StreamPiece):
@@ -175,8 +175,8 @@ class LLM:
         if self.engine.death:
             raise EngineDeadError(f"{DEAD}; it died of {self.engine.death}")
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raises ConfigError for a prompt or parameters that this model cannot take."""
+    def check(self, prompt: Prompt, params: SamplingParams) -> TokenArray:
+        """The prompt's tokens; raises ConfigError for a prompt or parameters that this model cannot take."""
         self._sampling_rows.check(params)
         if params.stop and self.frontend.tokenizer is None:
             raise ConfigError("stop", params.stop, "the model has no tokenizer, so no text: use stop_token_ids")
@@ -186,11 +186,24 @@ class LLM:
         bad = tokens[(tokens < 0) | (tokens >= self.model.vocab_size)]
         if len(bad):
             raise ConfigError("prompt", int(bad[0]), f"use token ids from 0 to {self.model.vocab_size - 1}")
+        return tokens
 
-    def submit(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
-        """Puts one checked prompt into the inbox; `run` drives it. Raises EngineDeadError."""
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        token_ids: TokenArray | None = None,
+        prompt_index: int = 0,
+    ) -> None:
+        """Puts one checked prompt into the inbox; `run` drives it. Raises EngineDeadError.
+
+        token_ids     what `check` gave, which saves encoding the prompt again
+        prompt_index  what the pieces of its stream say about it
+        """
         self.require_usable()
-        for command in self.frontend.requests(request_id, prompt, params):
+        for command in self.frontend.requests(request_id, prompt, params, token_ids, prompt_index):
             self.engine.inbox.put(command)
 
     def run(self) -> list[Result] | None:
@@ -213,11 +226,10 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(several)
         if len(each) != len(several):
             raise ConfigError("params", len(each), f"give one, or one for each of the {len(several)} prompts")
-        for prompt, one in zip(several, each, strict=True):
-            self.check(prompt, one)
+        tokens = [self.check(prompt, one) for prompt, one in zip(several, each, strict=True)]
         ids = [next(self._ids) for _ in several]
-        for request_id, prompt, one in zip(ids, several, each, strict=True):
-            self.submit(request_id, prompt, one)
+        for place, (request_id, prompt, one) in enumerate(zip(ids, several, each, strict=True)):
+            self.submit(request_id, prompt, one, token_ids=tokens[place], prompt_index=place)
         return ids
 
     def _drive(self, ids: Sequence[str]) -> Iterator[Result]:

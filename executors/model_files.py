@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from executors import hub
 from executors.attention import PAGED
 from executors.errors import ModelLoadError, UnsupportedModelError, one_line
 from executors.refusals import NO_HOOK
@@ -28,7 +29,10 @@ def load_config(name: str) -> PretrainedConfig:
         try:
             return AutoConfig.from_pretrained(**_where(name))
         except LOAD_ERRORS as cause:
-            raise ModelLoadError(f"{name}: no model can be loaded from there; {one_line(cause)}") from cause
+            reason = one_line(cause)
+            if not Path(name).expanduser().exists() and (fault := hub.fault(name)):
+                reason = f"there is no such folder, it is not in the Hub's cache, and {fault}"
+            raise ModelLoadError(f"{name}: no model can be loaded from there; {reason}") from cause
 
 
 def load_weights(name: str, *, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
@@ -80,12 +84,14 @@ def _refuse_without_hook(cause: Exception) -> None:
         raise UnsupportedModelError(NO_HOOK) from cause
 
 
-def _where(name: str) -> dict[str, str]:
-    """Arguments of `from_pretrained` for a name."""
+def _where(name: str) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for a name. What the Hub cannot give now may be in its cache."""
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    return {"pretrained_model_name_or_path": str(path) if path.exists() else name}
+    if path.exists():
+        return {"pretrained_model_name_or_path": str(path)}
+    return {"pretrained_model_name_or_path": name, "local_files_only": bool(hub.fault(name))}
 
 
 def _looks_like_a_path(name: str) -> bool:

@@ -41,9 +41,14 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPiece:
-    """New tokens and text of one output. The last piece of an output carries it whole, in `output`."""
+    """New tokens and text of one output. The last piece of an output carries it whole, in `output`.
+
+    prompt_index  place of the prompt in the list that was given; 0 for a prompt that was given alone
+    index         which of the prompt's `n` outputs
+    """
 
     request_id: str
+    prompt_index: int
     index: int
     text: str
     token_ids: tuple[int, ...]

@@ -32,7 +32,9 @@ LAYERS = {
     "asyncsched/plotting.py": Layer(None, frozenset()),
     "asyncsched/": Layer(STDLIB | {"numpy", "asyncsched"}, ABOVE),
     "sim/": Layer(STDLIB | {"numpy", "simpy", "pydantic", "joblib", "asyncsched", "sim"}, ABOVE),
-    "executors/": Layer(STDLIB | {"numpy", "torch", "transformers", "triton", "asyncsched", "executors"}, ABOVE),
+    "executors/": Layer(
+        STDLIB | {"numpy", "torch", "transformers", "huggingface_hub", "triton", "asyncsched", "executors"}, ABOVE
+    ),
 }
 
 

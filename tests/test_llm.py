@@ -19,12 +19,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import simpy
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 from tiny_models import TINY, VOCAB, generate, reference_of
-from tiny_tokenizers import chatty_tokenizer, matching_config
+from tiny_tokenizers import chatty_tokenizer, matching_config, save_tiny_model
 from transformers import GenerationConfig
 
 from asyncsched import AsyncEngine, SamplingParams, Scheduler
@@ -32,6 +35,7 @@ from asyncsched.config import EngineConfig
 from asyncsched.errors import AsyncschedError, ConfigError
 from asyncsched.pipeline import Abort, Inbox, Submit
 from asyncsched.timeline import LANES
+from executors import hub
 from executors.async_engine import EngineStoppedError
 from executors.cpu import CpuLanes
 from executors.errors import EngineDeadError, ModelLoadError
@@ -53,6 +57,8 @@ TIGHT = {**SIZES, "num_blocks": 18}
 DRAW = random.Random(0)  # transformers' greedy tokens vary with these prompts, whatever the model
 PROMPTS = [[DRAW.randrange(1, VOCAB) for _ in range(length)] for length in PROMPT_LENGTHS]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+
+RESPONSE = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
 
 Tokens = list[tuple[int, ...]]
 
@@ -571,6 +577,105 @@ def test_a_prompt_that_is_too_long_is_rejected_with_the_numbers() -> None:
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="no such model folder"):
         LLM(f"{tmp_path}/nothing", device="cpu")
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Whatever asks the Hub fails at once; gives the names that were asked for."""
+    asked: list[str] = []
+
+    def unreachable(self: HfApi, name: str, **_: object) -> None:
+        asked.append(name)
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(HfApi, "model_info", unreachable)
+    monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", unreachable)
+    hub.fault.cache_clear()
+    yield asked
+    hub.fault.cache_clear()
+
+
+def test_a_model_that_is_nowhere_is_one_question(no_network: list[str]) -> None:
+    with pytest.raises(ModelLoadError) as error:
+        LLM("no/model", device="cpu")
+    assert str(error.value) == (
+        "no/model: no model can be loaded from there; there is no such folder, it is not in the Hub's cache, and "
+        "the Hub cannot be reached (Name or service not known)"
+    )
+    assert no_network == ["no/model"]
+
+
+def test_a_model_in_the_cache_needs_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_network: list[str]
+) -> None:
+    revision = "0" * 40
+    folder = tmp_path / "models--some--model"
+    save_tiny_model(folder / "snapshots" / revision)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(revision)
+    for module in ("huggingface_hub.constants", "transformers.utils.hub.constants"):
+        monkeypatch.setattr(f"{module}.HF_HUB_CACHE", str(tmp_path))
+    llm = LLM("some/model", device="cpu")
+    assert llm.generate(TEXT, GREEDY)[0].outputs[0].text
+    assert no_network == ["some/model"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        (RepositoryNotFoundError("404", response=RESPONSE), "the Hub has no such model, or asks for a token for it"),
+        (GatedRepoError("403", response=RESPONSE), "the Hub asks for a token for it"),
+        (HFValidationError("no"), "it is no name that the Hub could have"),
+        (OfflineModeIsEnabled("no"), "HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_why_the_hub_has_no_model(cause: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise cause
+
+    monkeypatch.setattr(HfApi, "model_info", fail)
+    hub.fault.cache_clear()
+    assert hub.fault("no/model") == said
+    hub.fault.cache_clear()
+
+
+def test_each_prompt_is_encoded_once() -> None:
+    llm = texty_llm()
+    encode, encoded = llm.frontend.tokenizer, list[str]()
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(encode, name)
+
+        def __call__(self, text: str) -> Any:
+            encoded.append(text)
+            return encode(text)
+
+    llm.frontend.tokenizer = Counting()
+    expected = llm.generate(["the", "quick fox"], GREEDY)
+    assert encoded == ["the", "quick fox"]
+
+    async def main() -> list[CompletionOutput]:
+        async with AsyncEngine(llm) as engine:
+            return [await collect(engine.generate(prompt, GREEDY)) for prompt in ("the", "quick fox")]
+
+    outputs = run(main())
+    assert [output.token_ids for output in outputs] == [one.outputs[0].token_ids for one in expected]
+    assert encoded == ["the", "quick fox"] * 2
+
+
+def test_pieces_say_whose_they_are() -> None:
+    """Whatever was generated before with the same engine."""
+    llm = tiny_llm()
+    llm.generate(PROMPTS[:2], GREEDY)
+    several = SamplingParams(seed=1, n=2, max_tokens=NEW_TOKENS)
+    pieces = list(llm.stream(PROMPTS[:3], [GREEDY, several, GREEDY]))
+    tokens = {(piece.prompt_index, piece.index): () for piece in pieces}
+    for piece in pieces:
+        tokens[piece.prompt_index, piece.index] += piece.token_ids
+    assert sorted(tokens) == [(0, 0), (1, 0), (1, 1), (2, 0)]
+    assert [tokens[0, 0], tokens[2, 0]] == [expected_tokens(llm)[place] for place in (0, 2)]
+    assert {piece.prompt_index for piece in llm.stream(PROMPTS[0], GREEDY)} == {0}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

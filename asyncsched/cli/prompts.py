@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncsched.errors import ConfigError
-from asyncsched.request import SamplingParams
+from asyncsched.request import SamplingParams, TokenArray
 
 if TYPE_CHECKING:
     from executors.llm import LLM
@@ -60,15 +60,16 @@ def check_text(name: str, text: str) -> None:
         raise ConfigError(name, text, "it is no valid text: use UTF-8") from None
 
 
-def fitted(llm: LLM, job: Job) -> SamplingParams:
-    """The job's parameters for this model; where the user gave no length, one that fits. Raises ConfigError."""
+def fitted(llm: LLM, job: Job) -> tuple[SamplingParams, TokenArray]:
+    """The job's parameters for this model and its prompt's tokens; where the user gave no length, one that fits.
+
+    Raises ConfigError.
+    """
+    tokens = llm.check(job.prompt, job.params)
     if job.has_length:
-        llm.check(job.prompt, job.params)
-        return job.params
-    room = llm.config.max_model_len - len(llm.frontend.encode(job.prompt))
-    params = replace(job.params, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room)))
-    llm.check(job.prompt, params)
-    return params
+        return job.params, tokens
+    room = llm.config.max_model_len - len(tokens)
+    return replace(job.params, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room))), tokens
 
 
 def read_jobs(path: Path, sampling: Mapping[str, Any]) -> tuple[list[Job], list[str]]:

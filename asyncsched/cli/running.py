@@ -97,13 +97,13 @@ def _submit(llm: LLM, jobs: Sequence[Job], ended: Ended) -> dict[str, Job]:
     running: dict[str, Job] = {}
     for number, job in enumerate(jobs):
         try:
-            params = fitted(llm, job)
+            params, tokens = fitted(llm, job)
         except ConfigError as error:
             ended.bad += 1
             complain(job.where, error)
             continue
         running[f"job-{number}"] = replace(job, params=params)
-        llm.submit(f"job-{number}", job.prompt, params)
+        llm.submit(f"job-{number}", job.prompt, params, token_ids=tokens)
     return running
 
 
