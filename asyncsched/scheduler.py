@@ -76,6 +76,8 @@ class Scheduler:
         self.policies = PolicySet(config)
         self.plans = 0  # calls of plan, the clock that arrivals and aborts are recorded by
         self.preemptions = 0
+        self.prefix_queries = 0  # tokens that were looked up in the prefix cache, when their request was first admitted
+        self.prefix_hits = 0  # and those found
         self._log = log
         self._active: dict[str, Request] = {}
         self._waiting = WaitingQueue(self.policies)
@@ -362,6 +364,9 @@ class Scheduler:
         if not self.residency.can_restore(request):
             return None
         self._waiting.remove(request)
+        if not request.num_preemptions:
+            self.prefix_queries += known
+            self.prefix_hits += len(shared) * size
         row = self._seat(request, start)
         self.residency.share(row, shared)
         self.residency.restore(request, row, self._next_step)

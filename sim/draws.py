@@ -32,6 +32,8 @@ class Stream(IntEnum):
     TOKENS = 11
     OFFLOAD = 12
     RESTORE = 13
+    DEQUANTISE = 14
+    DESIGN = 15
 
 
 def generator(seed: int, stream: Stream, block: int = 0) -> np.random.Generator:

@@ -55,6 +55,7 @@ class SimEngine:
         self.rejections: list[str] = []
         self._last_positions = last_positions
         self._wake: simpy.Event | None = None
+        self._end: simpy.Event | None = None
         self._free_ns = dict.fromkeys(Lane, 0)
         self._recorded_ns: dict[Event, int] = {}
         self._gate_ns = 0  # no forward pass before this: exposed output synchronization
@@ -65,6 +66,12 @@ class SimEngine:
         """Something was put into the inbox, or it was closed."""
         if self._wake is not None and not self._wake.triggered:
             self._wake.succeed()
+
+    def next_end(self) -> simpy.Event:
+        """Happens when users are told that some request has ended."""
+        if self._end is None:
+            self._end = self.env.event()
+        return self._end
 
     def run(self) -> Generator[simpy.Event, Any, None]:
         """The engine's process. The host's time runs ahead of the clock, which catches up where the world may look."""
@@ -171,6 +178,9 @@ class SimEngine:
 
     def _deliver(self, output: StepOutput) -> None:
         self.metrics.delivered(output, int(self.env.now))
+        if output.finished and self._end is not None:
+            self._end.succeed()
+            self._end = None
         for notice in output.finished:
             if notice.reason is FinishReason.REJECTED:
                 self.rejections.append(f"request {notice.request_id}: {notice.message}")

@@ -13,18 +13,16 @@ import simpy
 from asyncsched.errors import PolicyError
 from asyncsched.metrics import ServingMetrics
 from asyncsched.pipeline import Submit
-from asyncsched.request import FinishReason, SamplingParams, TokenArray
+from asyncsched.request import FinishReason, SamplingParams
 from asyncsched.scheduler import Scheduler
 from asyncsched.timeline import LaneAccount, Timeline
-from sim.draws import Stream, generator
-from sim.engine import END, TEXT, SimEngine
+from sim.engine import END, SimEngine
+from sim.prompts import ideal_reuse, prompt_of
 from sim.scenario import Scenario
-from sim.workload import Arrival
+from sim.workload import Workload
 
 Progress = Callable[[int, int], None]
 """Called with output tokens delivered and output tokens in all."""
-
-VOCABULARY = 32_000  # of made-up prompts, which matter to the prefix cache only
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +30,7 @@ class Result:
     """What a simulated run gave. `wall_s` is this machine's time; everything else is virtual and repeatable."""
 
     scenario: Scenario
+    workload: Workload
     metrics: ServingMetrics
     account: LaneAccount
     timeline: Timeline | None
@@ -40,6 +39,8 @@ class Result:
     steps: int
     preemptions: int
     kv_peak: int
+    prefix_hits: int
+    prefix_queries: int
     rejections: tuple[str, ...]
     wall_s: float
 
@@ -68,9 +69,23 @@ class Result:
             "preemptions": self.preemptions,
             "overshoot_tokens": self.metrics.overshoot_tokens,
             "kv_peak": self.kv_peak / self.scenario.engine_config().num_blocks,
+            "prefix_cache": self._prefix_cache(),
+            "notes": list(self.workload.notes),
             "wall_s": self.wall_s,
             "seed": self.scenario.seed,
             "scenario": self.scenario.to_dict(),
+        }
+
+    def _prefix_cache(self) -> dict[str, float | None] | None:
+        """None where it is off. Rates are shares of the prompt tokens, of requests as they were first admitted."""
+        if not self.scenario.engine["enable_prefix_caching"]:
+            return None
+        ideal = ideal_reuse(self.workload.arrivals, self.scenario.engine["block_size"])
+        return {
+            "hit_tokens": self.prefix_hits,
+            "hit_rate": self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0,
+            "ideal_hit_rate": ideal.tokens,
+            "ideal_block_rate": ideal.blocks,
         }
 
 
@@ -83,14 +98,15 @@ def simulate(
     """
     started = time.perf_counter()
     config = scenario.engine_config()
-    arrivals = scenario.workload_arrivals()
+    workload = scenario.build_workload()
+    arrivals = workload.arrivals
     log: list[str] | None = [] if decisions else None
     scheduler = Scheduler(config, log=log)
     timeline = Timeline() if spans else None
     last_positions = np.array([a.prompt_tokens + a.output_tokens - 1 for a in arrivals], dtype=np.int64)
     env = simpy.Environment(initial_time=0)
     engine = SimEngine(env, scheduler, scenario.costs(), last_positions, timeline=timeline)
-    env.process(_arrive(env, engine, arrivals, scenario))
+    env.process(_arrive(env, engine, workload, scenario))
     run = env.process(engine.run())
     if progress is None:
         env.run(run)
@@ -100,6 +116,7 @@ def simulate(
         raise PolicyError(f"the run is void: {scheduler.policies.faults[0]}")
     return Result(
         scenario,
+        workload,
         engine.metrics,
         engine.account,
         timeline,
@@ -108,34 +125,32 @@ def simulate(
         engine.steps,
         scheduler.preemptions,
         engine.kv_peak,
+        scheduler.prefix_hits,
+        scheduler.prefix_queries,
         tuple(engine.rejections),
         time.perf_counter() - started,
     )
 
 
 def _arrive(
-    env: simpy.Environment, engine: SimEngine, arrivals: list[Arrival], scenario: Scenario
+    env: simpy.Environment, engine: SimEngine, workload: Workload, scenario: Scenario
 ) -> Generator[simpy.Event, Any, None]:
-    """Submits the workload, in order; request i is the i-th to arrive."""
+    """Submits the workload, in order; request i is the i-th to arrive. In a closed loop clients wait for each other."""
     caching = scenario.engine_config().enable_prefix_caching
     stop = (END,) if scenario.workload.stop == "eos" else ()
-    for number, arrival in enumerate(arrivals):
+    most = scenario.workload.max_concurrency
+    for number, arrival in enumerate(workload.arrivals):
         if arrival.arrival_ns > env.now:
             yield env.timeout(arrival.arrival_ns - env.now)
+        while most is not None and number - sum(engine.metrics.ended.values()) >= most:
+            yield engine.next_end()
         params = SamplingParams(max_tokens=arrival.max_tokens, stop_token_ids=stop)
-        prompt = _prompt(arrival.prompt_tokens, scenario.seed, number, caching)
+        prompt = prompt_of(arrival, scenario.seed, number, caching)
         engine.metrics.arrived(number, int(env.now))
         engine.inbox.put(Submit(str(number), prompt, params, arrival.priority))
         engine.notify()
     engine.inbox.close()
     engine.notify()
-
-
-def _prompt(tokens: int, seed: int, number: int, caching: bool) -> TokenArray:
-    """A prompt's tokens. Only the prefix cache looks at them: without it, one zero stands for all."""
-    if not caching:
-        return np.broadcast_to(np.int32(TEXT), (tokens,))
-    return generator(seed, Stream.TOKENS, number).integers(2, VOCABULARY, tokens, dtype=np.int32)
 
 
 def _run_with_progress(

@@ -23,10 +23,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, create_model, model
 from asyncsched.config import Batching, EngineConfig
 from asyncsched.errors import ConfigError
 from asyncsched.policy_set import PolicySet
-from sim.azure import PACKAGED
 from sim.costs import CopyCosts, CostModel, GpuCosts, HostCosts, Jitter, JitteredCosts, LaneCosts, Overlap
 from sim.spec import Count, Section, unknown, validate
-from sim.workload import Arrival, WorkloadSpec, build_workload
+from sim.trace import PACKAGED
+from sim.workload import Arrival, Workload, WorkloadSpec, build_workload
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -102,9 +102,13 @@ class Scenario(Section):
         )
         return costs if self.jitter.kind == "none" else JitteredCosts(costs, self.jitter, self.seed)
 
+    def build_workload(self) -> Workload:
+        """Raises ConfigError for a trace that cannot be used."""
+        return build_workload(self.workload, self.seed)
+
     def workload_arrivals(self) -> list[Arrival]:
         """In order of arrival. Raises ConfigError for a trace that cannot be used."""
-        return build_workload(self.workload, self.seed)
+        return self.build_workload().arrivals
 
 
 def load_scenario(path: str | Path, overrides: Iterable[str] = ()) -> Scenario:

@@ -86,9 +86,11 @@ def _join(*parts: str) -> str:
 def _dotted(loc: tuple[int | str, ...], data: object) -> str:
     """`loc` as the user would write it: without the `kind` that pydantic puts into the path of a union of sections."""
     parts: list[str] = []
+    told: object = None  # the section whose `kind` has been left out: a key may be called like it
     for part in loc:
         if isinstance(data, Mapping):
-            if part not in data and data.get("kind") == part:
+            if data.get("kind") == part and told is not data:
+                told = data
                 continue
             data = data.get(part)
         elif isinstance(data, list | tuple) and isinstance(part, int) and part < len(data):

@@ -55,6 +55,9 @@ FIGURES = {
         Figure("rejected", "requests rejected", "", "could never run"),
         Figure("preemptions", "preemptions", "", "requests put back in the queue for lack of KV blocks"),
         Figure("overshoot_tokens", "overshoot", "tokens", "computed after a request had ended, and dropped"),
+        Figure("prefix_cache.hit_rate", "prefix cache hits", "share", "of the prompt tokens needed no computing"),
+        Figure("prefix_cache.ideal_hit_rate", "prefix cache, ideal", "share", "the same, if no block were given up"),
+        Figure("prefix_cache.ideal_block_rate", "trace's own reuse", "share", "of the blocks that it has ids for"),
         Figure("kv_peak", "KV peak", "share", "of the KV blocks were in use at most"),
     )
 }

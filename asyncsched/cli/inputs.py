@@ -21,10 +21,16 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the scenario, as in host.scale=4. Repeatable."),
 ]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="Stop at the first line of a trace that is no request, instead of leaving it out."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def scenario_data(scenario: Path | None, preset: str | None, overrides: list[str] | None) -> dict[str, Any]:
+def scenario_data(
+    scenario: Path | None, preset: str | None, overrides: list[str] | None, *, strict: bool = False
+) -> dict[str, Any]:
     """The scenario as written plus overrides, unchecked. Raises ConfigError."""
     from sim.scenario import apply_overrides, read_preset, read_scenario
 
@@ -36,7 +42,7 @@ def scenario_data(scenario: Path | None, preset: str | None, overrides: list[str
         data = read_preset(preset)
     else:
         raise ConfigError("scenario", None, "name a scenario file or a --preset; `asyncsched presets` lists them")
-    return apply_overrides(data, overrides or ())
+    return apply_overrides(data, [*(overrides or ()), *(["workload.strict=true"] if strict else [])])
 
 
 def scenario_name(scenario: Path | None, preset: str | None) -> str:

@@ -16,6 +16,7 @@ from asyncsched.cli.inputs import (
     Overrides,
     Preset,
     ScenarioFile,
+    Strict,
     check_rejections,
     print_json,
     scenario_data,
@@ -52,12 +53,14 @@ SHOWN = (
     "overshoot_tokens",
     "kv_peak",
 )
+SHOWN_IF_ANY = ("prefix_cache.hit_rate", "prefix_cache.ideal_hit_rate", "prefix_cache.ideal_block_rate")
 
 
 def simulate(
     scenario: ScenarioFile = None,
     preset: Preset = None,
     overrides: Overrides = None,
+    strict: Strict = False,
     as_json: AsJson = False,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE.json", help="Write a trace; open it at https://ui.perfetto.dev.")
@@ -84,14 +87,14 @@ def simulate(
     from sim.run import simulate as run
     from sim.scenario import Scenario
 
-    checked = Scenario.from_dict(scenario_data(scenario, preset, overrides))
+    checked = Scenario.from_dict(scenario_data(scenario, preset, overrides, strict=strict))
     with progress_bar("simulating") as progress:
         result = run(checked, spans=trace is not None or plot is not None, progress=progress)
     summary = result.summary()
     name = _name(scenario_name(scenario, preset), summary)
     warning = check_rejections(summary)
-    if warning:
-        print("warning:", warning, file=sys.stderr)
+    for line in (*summary["notes"], *([warning] if warning else [])):
+        print("warning:", line, file=sys.stderr)
     if result.timeline is not None:
         _write_timeline(result.timeline, summary, window, trace, plot, name)
     if as_json:
@@ -138,5 +141,6 @@ def _write_timeline(
 def _print_summary(summary: dict[str, Any], name: str) -> None:
     from asyncsched.cli.tables import print_table
 
-    rows = [(FIGURES[key].label, write(key, look_up(summary, key)), FIGURES[key].meaning) for key in SHOWN]
+    keys = (*SHOWN, *(key for key in SHOWN_IF_ANY if look_up(summary, key) is not None))
+    rows = [(FIGURES[key].label, write(key, look_up(summary, key)), FIGURES[key].meaning) for key in keys]
     print_table(f"{name}, seed {summary['seed']}: simulated", ("what", "figure", "meaning"), rows, numbers=("figure",))
