@@ -13,6 +13,10 @@ from asyncsched.errors import ConfigError
 
 Batching = Literal["continuous", "static"]
 
+# What a machine's memory may hold; nothing real comes near.
+MOST_BLOCKS = 10_000_000
+MOST_BATCH_TOKENS = 2**33
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -58,6 +62,9 @@ class EngineConfig:
     vocab_size: int = 2**31 - 1
 
     def __post_init__(self) -> None:
+        for name in ("num_blocks", "num_host_blocks"):
+            if isinstance(getattr(self, name), int) and getattr(self, name) > MOST_BLOCKS:
+                raise ConfigError(name, getattr(self, name), f"use a whole number from 1 to {MOST_BLOCKS:,}")
         for name in (
             "depth",
             "max_num_seqs",
@@ -69,6 +76,10 @@ class EngineConfig:
             "vocab_size",
         ):
             _require_positive_int(name, getattr(self, name))
+        if self.depth * self.max_num_seqs * self.max_model_len > MOST_BATCH_TOKENS:
+            sizes = {name: getattr(self, name) for name in ("depth", "max_num_seqs", "max_model_len")}
+            allowed = f"{' * '.join(sizes)}, the tokens of all rows, must be at most {MOST_BATCH_TOKENS:,}"
+            raise ConfigError(max(sizes, key=lambda name: sizes[name]), max(sizes.values()), allowed)
         if self.sliding_window is not None:
             _require_positive_int("sliding_window", self.sliding_window)
         if self.batching not in ("continuous", "static"):

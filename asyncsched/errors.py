@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from enum import Enum
+from typing import Final
+
 LONGEST_VALUE = 120  # characters of a value in a message
+
+
+class Missing(Enum):
+    """Stands for the value of a setting that was not given at all."""
+
+    MISSING = 0
+
+
+MISSING: Final = Missing.MISSING
 
 
 class AsyncschedError(Exception):
@@ -10,10 +22,11 @@ class AsyncschedError(Exception):
 
 
 class ConfigError(AsyncschedError, ValueError):
-    """A setting that cannot be used. `field` is the dotted name the user wrote."""
+    """A setting that cannot be used. `field` is the dotted name the user wrote; `value` may be MISSING."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        super().__init__(f"{field}: {_short(value)} is not allowed; {allowed}")
+        problem = "missing" if value is MISSING else f"{_short(value)} is not allowed"
+        super().__init__(f"{field}: {problem}; {allowed}")
         self.field = field
         self.value = value
         self.allowed = allowed

@@ -11,6 +11,7 @@ from typing import Any
 from asyncsched.cli.files import PICTURES, check_output
 from asyncsched.cli.tables import print_table
 from asyncsched.errors import ConfigError
+from sim.design import grid
 from sim.run import Result, simulate
 from sim.scenario import load_preset, override_values, read_preset
 from sim.sweep import run_sweep
@@ -47,7 +48,7 @@ def sweep(
     preset: str, vary: Mapping[str, Sequence[object]], columns: Sequence[str], fixed: Mapping[str, object] | None = None
 ) -> list[Row]:
     """A grid over a preset with the keys in `fixed` changed, on all cores. Every run must succeed."""
-    rows = run_sweep(override_values(read_preset(preset), fixed or {}), vary, jobs=-1, columns=columns)
+    rows = run_sweep(override_values(read_preset(preset), fixed or {}), grid(vary), jobs=-1, columns=columns)
     failed = [row["error"] for row in rows if row["error"]]
     if failed:
         raise RuntimeError(failed[0])

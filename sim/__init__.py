@@ -1,12 +1,12 @@
 """The what-if simulator: the core's own programs, run in virtual time (integer nanoseconds).
 
     scenario   TOML file or preset + overrides -> a checked `Scenario`
-    workload   what arrives, when, and how long it is       (arrivals: when; trace, trace_formats, trace_rows: from files;
-                                                             prompts: what requests share)
+    workload   what arrives, when, and how long it is       (arrivals: when; trace*: from files; prompts: what is
+                                                             alike)
     costs      what each operation takes                    (hardware: models and devices for the roofline)
     engine     SimPy process that runs the core's programs
     run        one scenario -> summary and timeline
-    sweep      many scenarios -> rows
+    sweep      many scenarios -> rows                       (design: which; results: the file that keeps them)
 
 May import asyncsched, simpy, numpy, pydantic and joblib; never torch.
 """

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from asyncsched.errors import ConfigError
+from asyncsched.errors import MISSING, ConfigError
 
 # The upper limits keep every product of allowed values finite; nothing real comes near them.
 Time = Annotated[float, Field(ge=0, le=1e12)]
@@ -71,9 +71,10 @@ def config_error(error: ValidationError, data: object) -> ConfigError:
         return ConfigError(_join(field, inner.field), inner.value, inner.allowed)
     match kind:
         case "missing":
-            return ConfigError(field, None, "a value is required, there is no default")
+            return ConfigError(field, MISSING, "a value is required, there is no default")
         case "union_tag_invalid":
-            return ConfigError(_join(field, "kind"), value["kind"], f"use one of {context['expected_tags']}")
+            given = MISSING if value["kind"] is None else value["kind"]
+            return ConfigError(_join(field, "kind"), given, f"use one of {context['expected_tags']}")
         case "model_type" | "model_attributes_type" | "dict_type":
             return ConfigError(field, value, "it must be a table of keys")
     return ConfigError(field, value, first["msg"].replace("Input should", "it must").replace("tuple", "list"))

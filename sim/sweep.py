@@ -1,20 +1,23 @@
-"""Many scenarios: the grid of varied keys, run in processes, one row per point in grid order whatever the processes.
+"""Many scenarios, run in processes: one row per point in the order of the design, whatever the processes.
 
-A point that fails keeps its place and says why in its `error`; the others go on.
+A point that fails keeps its place and says why in its `error`; the others go on. What is found in a result file is not
+run again, except what had failed.
 """
 
 from __future__ import annotations
 
 import itertools
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import joblib
 
 from asyncsched.errors import AsyncschedError, ConfigError
+from sim.design import Point
+from sim.results import Record, ResultFile, point_key
 from sim.run import simulate as simulate_scenario
-from sim.scenario import Scenario, override_values, parse_value
+from sim.scenario import Scenario, override_values
 
 Simulate = Callable[[Scenario], Mapping[str, Any]]
 """Runs one scenario and returns its summary."""
@@ -37,23 +40,8 @@ COLUMNS = (
     "overshoot_tokens",
     "kv_peak",
 )
-
-
-def parse_vary(text: str) -> tuple[str, list[object]]:
-    """`host.scale=0.5,1,2` or `mode=sync,async`: the key and its values. Raises ConfigError."""
-    key, separator, values = text.partition("=")
-    if not separator or not key.strip() or not values.strip():
-        raise ConfigError("--vary", text, "use key=value,value,... as in host.scale=0.5,1,2")
-    try:
-        parsed = tomllib.loads(f"values = [{values}]")
-    except tomllib.TOMLDecodeError:  # bare words such as sync,async
-        return key.strip(), [parse_value(value) for value in values.split(",")]
-    return key.strip(), parsed["values"]
-
-
-def grid(vary: Mapping[str, Sequence[object]]) -> list[dict[str, object]]:
-    """Every combination of the varied keys' values; the last key varies fastest."""
-    return [dict(zip(vary, values, strict=True)) for values in itertools.product(*vary.values())]
+RUNS_PER_LIST = 8  # per process: so many are lost when a sweep is killed, and waited for by those that are done
+LEFT_OUT = ("scenario", "wall_s")  # of what is kept of a summary: the point says it, or it is no result
 
 
 def simulated(scenario: Scenario) -> Mapping[str, Any]:
@@ -62,37 +50,54 @@ def simulated(scenario: Scenario) -> Mapping[str, Any]:
 
 def run_sweep(
     base: Mapping[str, Any],
-    vary: Mapping[str, Sequence[object]],
+    points: Sequence[Point],
     *,
     simulate: Simulate = simulated,
     jobs: int = 1,
+    backend: str | None = None,
+    results: ResultFile | None = None,
     columns: Sequence[str] = COLUMNS,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """One row per grid point: varied keys, `columns` of the summary (dotted for nested ones), and `error`, "" if none.
+    """One row per point: its keys, `columns` of the summary (dotted for nested ones), and `error`, "" if none.
 
     base      unchecked scenario data, as `read_scenario` gives
     simulate  must reach other processes: a function of a module, or one that cloudpickle can carry
-    jobs      processes; -1 is one per core
-    progress  called with points done and points in all, in grid order
+    jobs      processes; -1 is one per core, or all that the backend has
+    backend   of joblib; None is its processes on this machine
+    results   where points are kept, and found
+    progress  called with points done and points in all
 
-    Raises ConfigError when not one point is a valid scenario: the fault then lies with what all of them share.
+    Equal scenarios are run once. Raises ConfigError when not one point is a valid scenario: the fault then lies with
+    what all of them share.
     """
     if jobs == 0:
         raise ConfigError("jobs", jobs, "use a number of processes, or -1 for one per core")
-    points = grid(vary)
     built = [_build(base, point) for point in points]
     if built and isinstance(built[0], ConfigError) and all(isinstance(item, ConfigError) for item in built):
         raise built[0]
-    tasks = (
-        joblib.delayed(_run)(simulate, item if isinstance(item, Scenario) else str(item), columns) for item in built
-    )
-    rows = []
-    for point, metrics in zip(points, joblib.Parallel(n_jobs=jobs, return_as="generator")(tasks), strict=True):
-        rows.append({**point, **metrics, **point})  # a key both varied and a column keeps the value asked for
+    keys = [point_key(item) if isinstance(item, Scenario) else "" for item in built]
+    found = dict(results.records) if results is not None else {}
+    records = {key: found[key] for key in keys if key in found and not found[key].error}
+    waiting = {
+        key: (item, point)
+        for key, item, point in zip(keys, built, points, strict=True)
+        if isinstance(item, Scenario) and key not in records
+    }
+    done = sum(key in records or not key for key in keys)
+    if progress is not None:
+        progress(done, len(points))
+    for key, summary, error in _run_all(simulate, {key: item for key, (item, _) in waiting.items()}, jobs, backend):
+        records[key] = Record(waiting[key][1], summary, error)
+        if results is not None:
+            results.add(key, records[key])
+        done += keys.count(key)
         if progress is not None:
-            progress(len(rows), len(points))
-    return rows
+            progress(done, len(points))
+    return [
+        _row(point, records[key] if key else Record(point, {}, str(item)), columns)
+        for point, key, item in zip(points, keys, built, strict=True)
+    ]
 
 
 def _build(base: Mapping[str, Any], point: Mapping[str, object]) -> Scenario | ConfigError:
@@ -102,18 +107,38 @@ def _build(base: Mapping[str, Any], point: Mapping[str, object]) -> Scenario | C
         return error
 
 
-def _run(simulate: Simulate, scenario: Scenario | str, columns: Sequence[str]) -> dict[str, Any]:
-    """The columns of one point and its error, which may be all there is. Runs in a worker process."""
-    failed = dict.fromkeys(columns)
-    if isinstance(scenario, str):
-        return {**failed, "error": scenario}
+def _run_all(
+    simulate: Simulate, scenarios: Mapping[str, Scenario], jobs: int, backend: str | None
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Each as soon as it is done; where a backend only gives whole lists, a few at a time."""
+    tasks = (joblib.delayed(_run)(simulate, key, scenario) for key, scenario in scenarios.items())
+    with nullcontext() if backend is None else joblib.parallel_config(backend):
+        if joblib.parallel.get_active_backend()[0].supports_return_generator:
+            yield from joblib.Parallel(n_jobs=jobs, return_as="generator_unordered")(tasks)
+            return
+        size = RUNS_PER_LIST * joblib.effective_n_jobs(jobs)
+        while part := list(itertools.islice(tasks, size)):
+            yield from joblib.Parallel(n_jobs=jobs)(part)
+
+
+def _run(simulate: Simulate, key: str, scenario: Scenario) -> tuple[str, dict[str, Any], str]:
+    """The key, what the run gave, and its error. Runs in a worker process."""
     try:
         summary = simulate(scenario)
     except AsyncschedError as error:
-        return {**failed, "error": str(error)}
+        return key, {}, str(error)
     except Exception as error:  # a user's policy may raise anything, and must not take the other points with it
-        return {**failed, "error": f"{type(error).__name__}: {error}"}
-    return {**{column: _look_up(summary, column) for column in columns}, "error": ""}
+        return key, {}, f"{type(error).__name__}: {error}"
+    kept = {name: value for name, value in summary.items() if name not in LEFT_OUT}
+    if "rejections" in kept:  # a text per request
+        kept["rejections"] = kept["rejections"][:1]
+    return key, kept, ""
+
+
+def _row(point: Point, record: Record, columns: Sequence[str]) -> dict[str, Any]:
+    """A key both varied and a column keeps the value asked for."""
+    values = {column: None if record.error else _look_up(record.summary, column) for column in columns}
+    return {**point, **values, **point, "error": record.error}
 
 
 def _look_up(summary: Mapping[str, Any], column: str) -> Any:

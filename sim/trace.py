@@ -45,9 +45,14 @@ class Slice(NamedTuple):
 ALL = Slice()
 
 
+def path_of(trace: str) -> Path:
+    """The file of a packaged trace, or the one named."""
+    return FOLDER / PACKAGED[trace] if trace in PACKAGED else Path(trace)
+
+
 def read_trace(trace: str, form: str = "auto", part: Slice = ALL, *, strict: bool = False) -> Trace:
     """A packaged trace or a file. `strict` stops at the first line that is no request. Raises ConfigError."""
-    path = FOLDER / PACKAGED[trace] if trace in PACKAGED else Path(trace)
+    path = path_of(trace)
     try:
         changed = path.stat().st_mtime_ns
         rows, bad = _read(trace, path, form, part.skip, part.limit, strict, changed)

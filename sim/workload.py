@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from asyncsched.errors import ConfigError
+from asyncsched.errors import MISSING, ConfigError
 from sim.arrivals import Arrivals
 from sim.draws import Stream, generator, lognormal
 from sim.spec import BY_KIND, Count, Rate, Section, Time
@@ -107,7 +107,7 @@ class _Workload(Section):
     @model_validator(mode="after")
     def _check_eos(self) -> Self:
         if self.stop == "eos" and self.max_tokens is None:
-            raise ConfigError("max_tokens", None, 'stop = "eos" needs the longest output that requests ask for')
+            raise ConfigError("max_tokens", MISSING, 'stop = "eos" needs the longest output that requests ask for')
         return self
 
 

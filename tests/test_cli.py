@@ -156,7 +156,7 @@ MORE_BAD_INPUT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "missing scenario": (("simulate", "missing.toml"), ("scenario: 'missing.toml'", "No such file")),
     "folder for a scenario": (("simulate", "."), ("scenario: '.'", "directory")),
     "unknown preset": (("simulate", "--preset", "hf-8b"), ("preset: 'hf-8b'", "hf-8b-bs32")),
-    "no scenario": (("simulate",), ("scenario: None", "--preset")),
+    "no scenario": (("simulate",), ("scenario: missing", "--preset")),
     "scenario and preset": ((*SMALL, "--preset", "hf-8b-bs32"), ("--preset: 'hf-8b-bs32'", "'small.toml'", "leave")),
     "set without value": ((*SMALL, "--set", "depth"), ("--set: 'depth'", "key=value")),
     "trace without value": ((*SMALL, "--trace"), ("--trace: ''", "requires an argument")),
@@ -171,7 +171,15 @@ MORE_BAD_INPUT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unknown option": ((*SMALL, "--jsn"), ("'--jsn'", "no such option", "--json")),
     "extra argument": ((*SMALL, "other.toml"), ("other.toml", "--help")),
     "unknown command": (("simulat",), ("simulat", "--help")),
-    "nothing to vary": (("sweep", "small.toml"), ("--vary: None", "host.scale=1,2,4")),
+    "more blocks than memory": (
+        (*SMALL, "--set", "num_blocks=999999999999"),
+        ("engine.num_blocks: 999999999999", "10,000,000"),
+    ),
+    "rows larger than memory": (
+        (*SMALL, "--set", "max_model_len=999999999999"),
+        ("engine.max_model_len: 999999999999", "at most 8,589,934,592"),
+    ),
+    "nothing to vary": (("sweep", "small.toml"), ("--vary: missing", "host.scale=1,2,4")),
     "vary without values": (("sweep", "small.toml", "--vary", "depth"), ("--vary: 'depth'", "key=value,value")),
     "vary an unknown key": (("sweep", "small.toml", "--vary", "dept=1,2"), ("dept: 1", "did you mean depth")),
     "vary a key twice": (
@@ -445,12 +453,12 @@ def test_a_sweep_draws_its_curve_or_heat_map(
     assert "total time" in capsys.readouterr().out
 
 
-def test_points_that_fail_warn_and_the_others_stay(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_points_that_fail_keep_the_others_and_are_status_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = in_process("sweep", "small.toml", "--vary", "host.scale=nan,1", "--json")
     captured = capsys.readouterr()
     points = json.loads(captured.out, parse_constant=lambda constant: pytest.fail(constant))["points"]
-    assert status == 0
-    assert captured.err.startswith("warning: 1 of 2 runs failed; the first: host.scale: nan is not allowed")
+    assert status == 1
+    assert captured.err.startswith("error: 1 of 2 runs failed; the first: host.scale: nan is not allowed")
     assert points[0]["makespan_s"] is None
     assert points[1]["makespan_s"] > 0
 

@@ -474,7 +474,7 @@ SHAPE = ("bench", "--config", "llama-tiny", "--dummy-weights")
 
 # Arguments, and what the one line must say.
 BAD_INPUT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "no model": (("generate", "--prompt", "x"), ("--model: None", "folder")),
+    "no model": (("generate", "--prompt", "x"), ("--model: missing", "folder")),
     "no prompt": (("generate", "--model", "{model}"), ("prompt: []", "--prompt, --prompts, --chat")),
     "two prompts": ((*ONE, "--chat"), ("prompt: ['--prompt', '--chat']", "give one of")),
     "model that is not there": (("generate", "--model", "./no", "--prompt", "x"), ("./no: there is no such model",)),
@@ -505,7 +505,7 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "prompt too long": ((*ONE, "--max-tokens", "300"), ("+ max_tokens 300 =", "tokens, over max_model_len 256")),
     "prompt larger than the pool": ((*ONE, "--set", "num_blocks=2"), ("KV blocks of 16, over num_blocks 2",)),
-    "pool that does not fit": ((*ONE, "--set", "num_blocks=1000000000000"), ("num_blocks: 1000000000000", "would fit")),
+    "pool that does not fit": ((*ONE, "--set", "num_blocks=9999999"), ("num_blocks: 9999999", "would fit")),
     "temperature": ((*ONE, "--temperature", "-1"), ("temperature: -1", "at least 0")),
     "no number": ((*ONE, "--top-p", "high"), ("--top-p: 'high'", "use a number")),
     "no whole number": ((*ONE, "--max-tokens", "1.5"), ("max_tokens: 1.5", "whole number")),
@@ -525,7 +525,7 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "output into nowhere": ((*ONE, "--out", "no/o.jsonl"), ("--out: 'no/o.jsonl'", "does not exist")),
     "plot of another kind": ((*ONE, "--plot", "p.gif"), ("--plot: 'p.gif'", ".png or .svg or .pdf")),
     "conversation without a template": (("generate", "--model", "plain", "--chat"), ("chat template",)),
-    "bench of nothing": (("bench",), ("--model: None", "--config NAME --dummy-weights")),
+    "bench of nothing": (("bench",), ("--model: missing", "--config NAME --dummy-weights")),
     "bench of a shape without weights": (
         ("bench", "--config", "llama-8b"),
         ("--config: 'llama-8b'", "--dummy-weights"),

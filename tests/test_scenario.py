@@ -119,19 +119,19 @@ BAD = {
     "mode=depth=0": "mode: 'depth=0' is not allowed; use static, sync, async, or depth=k with k at least 1",
     "mode=3": "mode: 3 is not allowed; it must be a valid string",
     "seed=-1": "seed: -1 is not allowed; it must be greater than or equal to 0",
-    "gpu={}": "gpu.kind: None is not allowed; use one of 'constant', 'roofline'",
+    "gpu={}": "gpu.kind: missing; use one of 'constant', 'roofline'",
     "gpu=5": "gpu: 5 is not allowed; it must be a table of keys",
     "gpu.kind=tpu": "gpu.kind: 'tpu' is not allowed; use one of 'constant', 'roofline'",
     "gpu.kind=[1]": "gpu.kind: [1] is not allowed; use one of 'constant', 'roofline'",
-    'gpu={kind="constant"}': "gpu.step_us: None is not allowed; a value is required, there is no default",
+    'gpu={kind="constant"}': "gpu.step_us: missing; a value is required, there is no default",
     "gpu.step_us.x=1": "gpu.step_us: 10 is not allowed; it must be a table for gpu.step_us.x to be set",
     "copy.h2d_gb_s=0": "copy.h2d_gb_s: 0 is not allowed; it must be greater than or equal to 0.001",
     "overlap.gpu_contention=0.9": "overlap.gpu_contention: 0.9 is not allowed; it must be greater than or equal to 1",
     "jitter.kind=normal": "jitter.kind: 'normal' is not allowed; it must be 'none' or 'lognormal'",
     "workload.num_requests=0": "workload.num_requests: 0 is not allowed; it must be greater than or equal to 1",
     "workload.prompt.tokens=0": "workload.prompt.tokens: 0 is not allowed; it must be greater than or equal to 1",
-    "workload.stop=eos": "workload.max_tokens: None is not allowed; stop = \"eos\" needs",
-    "workload.arrivals={}": "workload.arrivals.kind: None is not allowed; use one of 'all-at-once', 'poisson', 'gamma'",
+    "workload.stop=eos": "workload.max_tokens: missing; stop = \"eos\" needs",
+    "workload.arrivals={}": "workload.arrivals.kind: missing; use one of 'all-at-once', 'poisson', 'gamma', 'ramp'",
     "x": "--set: 'x' is not allowed; use key=value",
     "=3": "--set: '=3' is not allowed; use key=value",
 }  # fmt: skip
@@ -149,7 +149,7 @@ def test_bad_values_are_one_line_with_field_value_and_what_is_allowed(override):
 @pytest.mark.parametrize("missing", ["gpu", "workload"])
 def test_gpu_and_workload_have_no_default(missing):
     data = {key: value for key, value in MINIMAL.items() if key != missing}
-    with pytest.raises(ConfigError, match=rf"^{missing}: None is not allowed; a value is required"):
+    with pytest.raises(ConfigError, match=rf"^{missing}: missing; a value is required"):
         Scenario.from_dict(data)
 
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import pytest
 
 from asyncsched.errors import AsyncschedError, ConfigError
+from sim.design import grid, parse_vary
 from sim.scenario import Scenario, override_values, read_preset
-from sim.sweep import grid, parse_vary, run_sweep
+from sim.sweep import run_sweep
 
 BASE = read_preset("hf-8b-bs32")
 COLUMNS = ("depth", "ttft_ms.p50")
@@ -40,9 +41,9 @@ def test_grid_order_is_the_order_of_the_keys():
 def test_rows_do_not_depend_on_the_number_of_workers():
     seen: list[tuple[int, int]] = []
     alone = run_sweep(
-        BASE, VARY, simulate=price, columns=COLUMNS, progress=lambda done, total: seen.append((done, total))
+        BASE, grid(VARY), simulate=price, columns=COLUMNS, progress=lambda done, total: seen.append((done, total))
     )
-    assert seen == [(n, 6) for n in range(1, 7)]
+    assert seen == [(n, 6) for n in range(7)]
     assert [(row["depth"], row["host.scale"], row["ttft_ms.p50"]) for row in alone] == [
         (1, 0.5, 0.5),
         (1, 1.0, 1.0),
@@ -52,11 +53,11 @@ def test_rows_do_not_depend_on_the_number_of_workers():
         (3, 1.0, 3.0),
     ]
     assert {tuple(row) for row in alone} == {("depth", "host.scale", "ttft_ms.p50", "error")}
-    assert run_sweep(BASE, VARY, simulate=price, columns=COLUMNS, jobs=2) == alone
+    assert run_sweep(BASE, grid(VARY), simulate=price, columns=COLUMNS, jobs=2) == alone
 
 
 def test_a_failing_point_keeps_the_others():
-    rows = run_sweep(BASE, {"depth": [0, 1, 2, 3]}, simulate=price_or_fail, columns=COLUMNS, jobs=2)
+    rows = run_sweep(BASE, grid({"depth": [0, 1, 2, 3]}), simulate=price_or_fail, columns=COLUMNS, jobs=2)
     assert [row["error"] for row in rows] == [
         "depth: 0 is not allowed; it must be greater than or equal to 1",
         "",
@@ -69,21 +70,21 @@ def test_a_failing_point_keeps_the_others():
 
 def test_a_fault_that_all_points_share_is_an_error():
     with pytest.raises(ConfigError, match=r"^host.plan_ms: 1 is not allowed; unknown key"):
-        run_sweep(BASE, {"host.plan_ms": [1, 2]}, simulate=price)
+        run_sweep(BASE, grid({"host.plan_ms": [1, 2]}), simulate=price)
 
 
 def test_real_simulations_are_repeated_exactly_in_any_number_of_workers():
     base = override_values(BASE, {"workload.output.tokens": 4, "workload.num_requests": 2})
     vary = {"mode": ["sync", "async"], "jitter.kind": ["none", "lognormal"], "jitter.host_sigma": [0.3]}
-    rows = run_sweep(base, vary)
+    rows = run_sweep(base, grid(vary))
     assert [row["error"] for row in rows] == [""] * 4
     assert len({row["makespan_s"] for row in rows}) == 4
-    assert run_sweep(base, vary, jobs=2) == rows
+    assert run_sweep(base, grid(vary), jobs=2) == rows
 
 
 def test_jobs_zero_is_refused():
     with pytest.raises(ConfigError, match=r"^jobs: 0 is not allowed"):
-        run_sweep(BASE, VARY, simulate=price, jobs=0)
+        run_sweep(BASE, grid(VARY), simulate=price, jobs=0)
 
 
 @pytest.mark.parametrize(

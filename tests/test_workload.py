@@ -126,7 +126,7 @@ def test_length_stops_ask_for_what_they_get():
 def test_eos_stops_ask_for_more_than_they_get():
     assert requests(synthetic(stop="eos", max_tokens=40), seed=0)[0] == Arrival(0, 10, 10, 40, 0)
     assert requests(synthetic(stop="eos", max_tokens=4), seed=0)[0] == Arrival(0, 10, 4, 4, 0)
-    with pytest.raises(ConfigError, match=r"^max_tokens: None is not allowed; stop = \"eos\" needs"):
+    with pytest.raises(ConfigError, match=r"^max_tokens: missing; stop = \"eos\" needs"):
         synthetic(stop="eos")
 
 

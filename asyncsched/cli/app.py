@@ -74,6 +74,9 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(_usage(error), BAD_INPUT)
     except AsyncschedError as error:
         return _fail(str(error), FAILED)
+    except MemoryError:
+        sizes = "max_num_seqs, max_model_len, depth, num_blocks and num_host_blocks"
+        return _fail(f"the run needs more memory than there is; {sizes} decide how much", FAILED)
     except Exception as error:  # a scheduler that is stuck, or a user's policy: it may raise anything
         return _fail(f"the run failed: {type(error).__name__}: {error}", FAILED)
     return DONE

@@ -31,7 +31,7 @@ from asyncsched.cli.loading import (
     say,
 )
 from asyncsched.cli.measured import write_timelines
-from asyncsched.errors import ConfigError
+from asyncsched.errors import MISSING, ConfigError
 from asyncsched.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _depths(mode: str | None, depth: str | None) -> dict[str, int]:
 def _check_model(model: str | None, config: str | None, dummy_weights: bool) -> str:
     """What to call the model."""
     if (model is None) == (config is None):
-        raise ConfigError("--model", model, "give one of --model NAME and --config NAME --dummy-weights")
+        raise ConfigError("--model", model or MISSING, "give one of --model NAME and --config NAME --dummy-weights")
     if config is not None and not dummy_weights:
         raise ConfigError("--config", config, "a shape has no weights: add --dummy-weights")
     return model or config or ""

@@ -30,7 +30,7 @@ from asyncsched.cli.measured import write_timelines
 from asyncsched.cli.progress import progress_bar
 from asyncsched.cli.prompts import Job, job_of, parse_number, read_jobs
 from asyncsched.cli.running import BAD_INPUT, complain, run_jobs
-from asyncsched.errors import ConfigError
+from asyncsched.errors import MISSING, ConfigError
 
 SAMPLING = "Sampling"  # a panel of the help
 
@@ -83,7 +83,7 @@ def generate(
     """Generate text with a real model."""
     _check_one_of({"--prompt": prompt is not None, "--prompts": prompts is not None, "--chat": chat})
     if model is None:
-        raise ConfigError("--model", None, "name a folder, a .gguf file, or a model on the Hub")
+        raise ConfigError("--model", MISSING, "name a folder, a .gguf file, or a model on the Hub")
     check_output("--out", out, (".jsonl",))
     check_output("--trace", trace, (".json",))
     check_output("--plot", plot, PICTURES)

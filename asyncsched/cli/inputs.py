@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from asyncsched.errors import AsyncschedError, ConfigError
+from asyncsched.errors import MISSING, AsyncschedError, ConfigError
 
 ScenarioFile = Annotated[
     Path | None, typer.Argument(metavar="SCENARIO.toml", help="A scenario file; or use --preset.", show_default=False)
@@ -41,7 +41,7 @@ def scenario_data(
     elif preset is not None:
         data = read_preset(preset)
     else:
-        raise ConfigError("scenario", None, "name a scenario file or a --preset; `asyncsched presets` lists them")
+        raise ConfigError("scenario", MISSING, "name a scenario file or a --preset; `asyncsched presets` lists them")
     return apply_overrides(data, [*(overrides or ()), *(["workload.strict=true"] if strict else [])])
 
 

@@ -1,4 +1,4 @@
-"""`asyncsched sweep`: a grid of scenarios, as a table, a CSV file, a curve or a heat map."""
+"""`asyncsched sweep`: many scenarios, as a table, a CSV file, a curve or a heat map."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,13 +23,14 @@ from asyncsched.cli.inputs import (
     Overrides,
     Preset,
     ScenarioFile,
+    Strict,
     check_rejections,
     print_json,
     scenario_data,
     scenario_name,
 )
 from asyncsched.cli.progress import progress_bar
-from asyncsched.errors import AsyncschedError, ConfigError
+from asyncsched.errors import MISSING, AsyncschedError, ConfigError
 
 Row = dict[str, Any]
 
@@ -43,8 +45,25 @@ def sweep(
         list[str] | None,
         typer.Option(metavar="KEY=V1,V2,...", help="Values of a key, as in host.scale=1,2,4. Repeat for a grid."),
     ] = None,
+    ranges: Annotated[
+        list[str] | None,
+        typer.Option("--range", metavar="KEY=LOW:HIGH[:log]", help="Draw values of a key. Needs --sample. Repeatable."),
+    ] = None,
+    sample: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Points drawn at random from --range and --vary, instead of the whole grid."),
+    ] = None,
+    sample_seed: Annotated[str, typer.Option(metavar="SEED", help="Of the points that are drawn.")] = "0",
     overrides: Overrides = None,
+    strict: Strict = False,
     jobs: Annotated[str, typer.Option(metavar="N", help="Processes; -1 is one per core.")] = "1",
+    backend: Annotated[str, typer.Option(metavar="NAME", help="Where they run: local, ray, dask.")] = "local",
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl", help="Keep each point there as soon as it is done; what is there is not run again."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.csv", help="Write all columns, one row per run.")] = None,
     plot: Annotated[
         Path | None,
@@ -53,22 +72,34 @@ def sweep(
     metric: Annotated[str, typer.Option(metavar="NAME", help="The figure to draw.")] = "output_throughput",
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a scenario once per combination of varied keys."""
+    """Simulate a scenario once per combination of varied keys, or at points drawn at random.
+
+    Points that fail keep their row; the exit status is then 1.
+    """
     check_output("--out", out, (".csv",))
     check_output("--plot", plot, PICTURES)
+    _check_results(results)
     _check_metric(metric)
     processes = _parse_jobs(jobs)
 
+    from asyncsched.cli.cluster import cluster
+    from sim.results import ResultFile
     from sim.sweep import COLUMNS, run_sweep
 
-    varied = _parse_vary(vary or [])
+    varied, points = _design(vary or [], ranges or [], sample, sample_seed)
     if plot is not None:
-        _check_drawable(plot, varied)
-    base = scenario_data(scenario, preset, overrides)
+        _check_drawable(plot, varied, sample)
+    base = scenario_data(scenario, preset, overrides, strict=strict)
     columns = tuple(dict.fromkeys((*COLUMNS, metric, *REJECTION_COLUMNS)))
-    with progress_bar("sweeping") as progress:
-        rows = run_sweep(base, varied, jobs=processes, columns=columns, progress=progress)
-    _judge(rows)
+    with (
+        ResultFile("--results", results) if results is not None else nullcontext() as kept,
+        progress_bar("sweeping") as progress,
+        cluster(backend, processes) as where,
+    ):
+        if kept is not None and kept.cut:
+            print(f"warning: --results: {results} ended in half a line, which was cut off", file=sys.stderr)
+        rows = run_sweep(base, points, jobs=processes, backend=where, results=kept, columns=columns, progress=progress)
+    failures = _judge(rows)
     if out is not None:
         write_output("--out", out, _csv(rows))
     if plot is not None:
@@ -77,6 +108,8 @@ def sweep(
         print_json({"vary": _plain(varied), "scenario": _plain(base), "points": _plain(rows)})
     else:
         _print_rows(rows, varied, metric, scenario_name(scenario, preset))
+    if failures:
+        raise AsyncschedError(failures)
 
 
 def _check_metric(name: str) -> None:
@@ -96,27 +129,56 @@ def _parse_jobs(text: str) -> int:
     return jobs
 
 
-def _parse_vary(texts: Sequence[str]) -> dict[str, list[object]]:
-    from sim.sweep import parse_vary
+def _check_results(path: Path | None) -> None:
+    if path is not None and path.suffix != ".jsonl":
+        raise ConfigError("--results", str(path), "its name must end in .jsonl")
 
-    if not texts:
-        raise ConfigError("--vary", None, "name at least one key and its values, as in host.scale=1,2,4")
+
+def _design(
+    vary: Sequence[str], ranges: Sequence[str], sample: str | None, seed: str
+) -> tuple[dict[str, list[object]], list[dict[str, object]]]:
+    """The values of each key, those that were drawn too, and the points in order."""
+    from sim.design import grid, parse_range, parse_vary, random_points
+
+    if not vary and not ranges:
+        raise ConfigError("--vary", MISSING, "name at least one key and its values, as in host.scale=1,2,4")
     varied: dict[str, list[object]] = {}
-    for text in texts:
-        key, values = parse_vary(text)
-        if key in varied:
-            raise ConfigError("--vary", text, f"{key} is varied already; give all its values at once")
-        varied[key] = values
-    return varied
+    drawn = {}
+    for option, text in [*(("--vary", text) for text in vary), *(("--range", text) for text in ranges)]:
+        key, values = parse_vary(text) if option == "--vary" else parse_range(text)
+        if key in varied or key in drawn:
+            raise ConfigError(option, text, f"{key} is varied already; give all its values at once")
+        if isinstance(values, list):
+            varied[key] = values
+        else:
+            drawn[key] = values
+    if sample is None:
+        if ranges:
+            raise ConfigError("--range", ranges[0], "say with --sample how many points to draw")
+        return varied, grid(varied)
+    points = random_points(drawn, varied, _count("--sample", sample, 1), _count("--sample-seed", seed, 0))
+    return {key: [point[key] for point in points] for key in points[0]}, points
 
 
-def _check_drawable(plot: Path, varied: Mapping[str, Sequence[object]]) -> None:
+def _count(option: str, text: str, least: int) -> int:
+    digits = text.isascii() and text.isdigit() and len(text) < 10
+    if not digits or int(text) < least:
+        raise ConfigError(option, text, f"use a whole number of at least {least}")
+    return int(text)
+
+
+def _check_drawable(plot: Path, varied: Mapping[str, Sequence[object]], sample: str | None) -> None:
+    if sample is not None:
+        raise ConfigError("--plot", str(plot), "a grid can be drawn, not points drawn at random; use --out")
     if len(varied) > 2:
         raise ConfigError("--plot", str(plot), f"one or two varied keys can be drawn, not {len(varied)}; use --out")
 
 
-def _judge(rows: list[Row]) -> None:
-    """Points in which no request could run get an error like other failures. Failures warn, or raise if all failed."""
+def _judge(rows: list[Row]) -> str:
+    """Points in which no request could run get an error like other failures. Raises if all failed.
+
+    Returns how many failed, in words; "" for none.
+    """
     partly, never = 0, 0
     for row in rows:
         try:
@@ -129,10 +191,9 @@ def _judge(rows: list[Row]) -> None:
     if len(failed) == len(rows):
         message = f"all {len(rows)} runs failed; the first: {failed[0]}"
         raise AllRejectedError(message) if never == len(rows) else AsyncschedError(message)
-    if failed:
-        print(f"warning: {len(failed)} of {len(rows)} runs failed; the first: {failed[0]}", file=sys.stderr)
     if partly:
         print(f"warning: some requests were rejected in {partly} of {len(rows)} runs; see 'rejected'", file=sys.stderr)
+    return f"{len(failed)} of {len(rows)} runs failed; the first: {failed[0]}" if failed else ""
 
 
 def _csv(rows: list[Row]) -> bytes:
@@ -169,11 +230,16 @@ def _print_rows(rows: list[Row], varied: Mapping[str, object], metric: str, name
 
     keys = [key for key in dict.fromkeys((*SHOWN, metric)) if key not in varied]
     table = [
-        [*(str(row[key]) for key in varied), *(write(key, row[key]) if not row["error"] else "-" for key in keys)]
+        [*(_short(row[key]) for key in varied), *(write(key, row[key]) if not row["error"] else "-" for key in keys)]
         for row in rows
     ]
     headers = [FIGURES[key].label for key in keys]
     print_table(f"{name}: {len(rows)} runs (simulated)", [*varied, *headers], table, numbers=headers)
+
+
+def _short(value: object) -> str:
+    """A varied value as the table shows it: numbers that were drawn have many digits, which --out keeps."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _plain(value: object) -> Any:

@@ -18,7 +18,7 @@ def print_table(
     """The columns named in `numbers` are aligned to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left")
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
