@@ -44,3 +44,7 @@ def _short(value: object) -> str:
 
 class PolicyError(AsyncschedError):
     """A policy, built in or the user's own, raised or answered with something unusable."""
+
+
+class BadInputError(AsyncschedError):
+    """What the user named or asked for cannot be used, though no single setting is at fault: exit status 2."""

@@ -7,6 +7,8 @@
     engine     SimPy process that runs the core's programs
     run        one scenario -> summary and timeline
     sweep      many scenarios -> rows                       (design: which; results: the file that keeps them)
+    capacity   service levels -> the highest rate           (rates: the same scenario at another rate)
+    advise     a scenario -> which depth pays, and from which host cost on
 
 May import asyncsched, simpy, numpy, pydantic and joblib; never torch.
 """

@@ -63,6 +63,8 @@ class Result:
             "completed": ended[FinishReason.LENGTH] + ended[FinishReason.STOP],
             "rejected": ended[FinishReason.REJECTED],
             "rejections": list(self.rejections),
+            "goodput": self._goodput(makespan_s),
+            "prompt_tokens": sum(arrival.prompt_tokens for arrival in self.workload.arrivals),
             "output_tokens": self.metrics.output_tokens,
             "output_throughput": self.metrics.output_tokens / makespan_s if makespan_s else 0.0,
             **self.metrics.summary(),
@@ -74,6 +76,18 @@ class Result:
             "wall_s": self.wall_s,
             "seed": self.scenario.seed,
             "scenario": self.scenario.to_dict(),
+        }
+
+    def _goodput(self, makespan_s: float) -> dict[str, float] | None:
+        """None without service levels. The share is of all requests that arrived."""
+        levels = self.scenario.levels()
+        if levels is None:
+            return None
+        good = int(np.count_nonzero(levels.met(self.metrics)))
+        return {
+            "requests": good,
+            "share": good / self.metrics.num_requests,
+            "per_s": good / makespan_s if makespan_s else 0.0,
         }
 
     def _prefix_cache(self) -> dict[str, float | None] | None:

@@ -22,6 +22,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, create_model, model
 
 from asyncsched.config import Batching, EngineConfig
 from asyncsched.errors import ConfigError
+from asyncsched.goodput import ServiceLevels
 from asyncsched.policy_set import PolicySet
 from sim.costs import CopyCosts, CostModel, GpuCosts, HostCosts, Jitter, JitteredCosts, LaneCosts, Overlap
 from sim.spec import Count, Section, unknown, validate
@@ -29,6 +30,8 @@ from sim.trace import PACKAGED
 from sim.workload import Arrival, Workload, WorkloadSpec, build_workload
 
 PRESETS = Path(__file__).parent / "presets"
+
+Level = Annotated[float, Field(gt=0, le=1e12)]
 
 _MODE_DEPTH = {"static": 1, "sync": 1, "async": 2}
 _DEPTH_MODE = {1: "sync", 2: "async"}
@@ -60,6 +63,14 @@ def _check_engine(data: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+class Goodput(Section):
+    """Longest latencies of a good request, in milliseconds."""
+
+    ttft_ms: Level | None = None
+    tpot_ms: Level | None = None
+    e2el_ms: Level | None = None
+
+
 class Scenario(Section):
     """A checked scenario, with every default filled in. Make one with `load_scenario` or `Scenario.from_dict`."""
 
@@ -74,6 +85,7 @@ class Scenario(Section):
     overlap: Overlap = Overlap()
     jitter: Jitter = Jitter()
     workload: WorkloadSpec
+    goodput: Goodput = Goodput()
 
     @model_validator(mode="before")
     @classmethod
@@ -95,6 +107,11 @@ class Scenario(Section):
     def engine_config(self) -> EngineConfig:
         batching: Batching = "static" if self.mode == "static" else "continuous"
         return EngineConfig(depth=self.depth, batching=batching, **self.engine)
+
+    def levels(self) -> ServiceLevels | None:
+        """What a good request keeps to; None where nothing is asked of it."""
+        levels = ServiceLevels(**self.goodput.model_dump())
+        return None if levels == ServiceLevels() else levels
 
     def costs(self) -> CostModel:
         costs = LaneCosts(

@@ -36,6 +36,8 @@ COLUMNS = (
     "tpot_ms.p50",
     "itl_ms.p99",
     "e2el_ms.p50",
+    "goodput.share",
+    "goodput.per_s",
     "preemptions",
     "overshoot_tokens",
     "kv_peak",

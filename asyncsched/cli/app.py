@@ -7,29 +7,35 @@ about it: no traceback, no box. Set ASYNCSCHED_TRACEBACK=1 to see where an error
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
+from asyncsched.cli.advise import advise
 from asyncsched.cli.bench import bench
+from asyncsched.cli.capacity import capacity
 from asyncsched.cli.fuzz import fuzz
 from asyncsched.cli.generate import generate
-from asyncsched.cli.inputs import BadInputError
 from asyncsched.cli.presets import presets
 from asyncsched.cli.simulate import simulate
 from asyncsched.cli.sweep import sweep
-from asyncsched.errors import AsyncschedError, ConfigError
+from asyncsched.errors import AsyncschedError, BadInputError, ConfigError
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 # What typer finds wrong. It is click's, which typer keeps in another place from version to version.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 
+_LEVEL = re.compile(r"[A-Za-z0-9_]+:")
+
 app = typer.Typer(add_completion=False)
 app.command()(simulate)
 app.command()(sweep)
+app.command()(capacity)
+app.command()(advise)
 app.command()(presets)
 app.command()(fuzz)
 app.command()(generate)
@@ -59,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.path.append("")  # users' policies, `module:Class`; last, so that a folder here shadows no module
     command = typer.main.get_command(app)
     try:
-        with command.make_context("asyncsched", list(arguments)) as context:
+        with command.make_context("asyncsched", _spread_goodput(arguments)) as context:
             command.invoke(context)
         sys.stdout.flush()
     except typer.Exit as end:
@@ -80,6 +86,19 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:  # a scheduler that is stuck, or a user's policy: it may raise anything
         return _fail(f"the run failed: {type(error).__name__}: {error}", FAILED)
     return DONE
+
+
+def _spread_goodput(arguments: Sequence[str]) -> list[str]:
+    """vLLM's `--goodput ttft:500 tpot:50`: an option with several values, which typer knows as one option repeated."""
+    spread: list[str] = []
+    levels = False
+    for argument in arguments:
+        if levels and _LEVEL.match(argument):
+            spread += [argument] if spread[-1] == "--goodput" else ["--goodput", argument]
+            continue
+        levels = argument == "--goodput"
+        spread.append(argument)
+    return spread
 
 
 def _fail(message: str, status: int) -> int:

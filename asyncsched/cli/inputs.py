@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from asyncsched.errors import MISSING, AsyncschedError, ConfigError
+from asyncsched.errors import MISSING, BadInputError, ConfigError
+
+LEVELS = ("ttft", "tpot", "e2el")
 
 ScenarioFile = Annotated[
-    Path | None, typer.Argument(metavar="SCENARIO.toml", help="A scenario file; or use --preset.", show_default=False)
+    Path | None, typer.Argument(metavar="SCENARIO", help="A scenario file, or the --json of a run; or use --preset.")
 ]
 Preset = Annotated[
     str | None,
@@ -25,11 +28,21 @@ Strict = Annotated[
     bool,
     typer.Option("--strict", help="Stop at the first line of a trace that is no request, instead of leaving it out."),
 ]
+Goodput = Annotated[
+    list[str] | None,
+    typer.Option("--goodput", metavar="NAME:MS ...", help="Service levels, as in ttft:500 tpot:50 (and e2el), in ms."),
+]
+Jobs = Annotated[str, typer.Option(metavar="N", help="Processes; -1 is one per core.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def scenario_data(
-    scenario: Path | None, preset: str | None, overrides: list[str] | None, *, strict: bool = False
+    scenario: Path | None,
+    preset: str | None,
+    overrides: list[str] | None,
+    *,
+    strict: bool = False,
+    goodput: list[str] | None = None,
 ) -> dict[str, Any]:
     """The scenario as written plus overrides, unchecked. Raises ConfigError."""
     from sim.scenario import apply_overrides, read_preset, read_scenario
@@ -37,20 +50,41 @@ def scenario_data(
     if scenario is not None and preset is not None:
         raise ConfigError("--preset", preset, f"the scenario file {str(scenario)!r} is given too; leave one out")
     if scenario is not None:
-        data = read_scenario(scenario)
+        data = _of_result(scenario) if scenario.suffix == ".json" else read_scenario(scenario)
     elif preset is not None:
         data = read_preset(preset)
     else:
         raise ConfigError("scenario", MISSING, "name a scenario file or a --preset; `asyncsched presets` lists them")
-    return apply_overrides(data, [*(overrides or ()), *(["workload.strict=true"] if strict else [])])
+    more = ["workload.strict=true"] if strict else []
+    return apply_overrides(data, [*(overrides or ()), *more, *(_level(text) for text in goodput or ())])
+
+
+def _of_result(path: Path) -> dict[str, Any]:
+    """The scenario of a run whose `--json` was kept."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError("scenario", str(path), f"it cannot be read as JSON ({reason})") from None
+    if not isinstance(data, dict) or not isinstance(data.get("scenario"), dict):
+        raise ConfigError("scenario", str(path), "it holds no scenario; use a TOML file, or the --json of a run")
+    return dict(data["scenario"])
+
+
+def _level(text: str) -> str:
+    """`ttft:500` as an override of the scenario."""
+    name, _, value = text.partition(":")
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if name not in LEVELS or not 0 < number < math.inf:
+        raise ConfigError("--goodput", text, f"use NAME:MS with a name of {', '.join(LEVELS)}, as in ttft:500 tpot:50")
+    return f"goodput.{name}_ms={number!r}"
 
 
 def scenario_name(scenario: Path | None, preset: str | None) -> str:
     return preset or str(scenario)
-
-
-class BadInputError(AsyncschedError):
-    """What the user named or asked for cannot be used: exit status 2."""
 
 
 class AllRejectedError(BadInputError):
@@ -66,6 +100,23 @@ def check_rejections(summary: dict[str, Any]) -> str:
     if rejected == requests:
         raise AllRejectedError(f"workload: none of {requests} requests can ever run; {first}")
     return f"workload: {rejected} of {requests} requests can never run and were rejected; {first}"
+
+
+def parse_jobs(text: str) -> int:
+    try:
+        jobs = int(text)
+    except ValueError:
+        jobs = 0
+    if jobs < 1 and jobs != -1:
+        raise ConfigError("--jobs", text, "use a number of processes, or -1 for one per core")
+    return jobs
+
+
+def parse_count(option: str, text: str, least: int) -> int:
+    digits = text.isascii() and text.isdigit() and len(text) < 10
+    if not digits or int(text) < least:
+        raise ConfigError(option, text, f"use a whole number of at least {least}")
+    return int(text)
 
 
 def print_json(value: object) -> None:

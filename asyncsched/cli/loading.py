@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from asyncsched.cli.inputs import BadInputError
 from asyncsched.config import FIELD_NAMES
-from asyncsched.errors import ConfigError
+from asyncsched.errors import BadInputError, ConfigError
 
 if TYPE_CHECKING:
     from executors.llm import LLM

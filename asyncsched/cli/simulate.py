@@ -13,6 +13,7 @@ from asyncsched.cli.figures import FIGURES, look_up, write
 from asyncsched.cli.files import PICTURES, check_output, write_output
 from asyncsched.cli.inputs import (
     AsJson,
+    Goodput,
     Overrides,
     Preset,
     ScenarioFile,
@@ -53,7 +54,13 @@ SHOWN = (
     "overshoot_tokens",
     "kv_peak",
 )
-SHOWN_IF_ANY = ("prefix_cache.hit_rate", "prefix_cache.ideal_hit_rate", "prefix_cache.ideal_block_rate")
+SHOWN_IF_ANY = (
+    "goodput.share",
+    "goodput.per_s",
+    "prefix_cache.hit_rate",
+    "prefix_cache.ideal_hit_rate",
+    "prefix_cache.ideal_block_rate",
+)
 
 
 def simulate(
@@ -61,6 +68,7 @@ def simulate(
     preset: Preset = None,
     overrides: Overrides = None,
     strict: Strict = False,
+    goodput: Goodput = None,
     as_json: AsJson = False,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE.json", help="Write a trace; open it at https://ui.perfetto.dev.")
@@ -87,7 +95,7 @@ def simulate(
     from sim.run import simulate as run
     from sim.scenario import Scenario
 
-    checked = Scenario.from_dict(scenario_data(scenario, preset, overrides, strict=strict))
+    checked = Scenario.from_dict(scenario_data(scenario, preset, overrides, strict=strict, goodput=goodput))
     with progress_bar("simulating") as progress:
         result = run(checked, spans=trace is not None or plot is not None, progress=progress)
     summary = result.summary()

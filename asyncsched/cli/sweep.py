@@ -20,11 +20,15 @@ from asyncsched.cli.files import PICTURES, check_output, write_output
 from asyncsched.cli.inputs import (
     AllRejectedError,
     AsJson,
+    Goodput,
+    Jobs,
     Overrides,
     Preset,
     ScenarioFile,
     Strict,
     check_rejections,
+    parse_count,
+    parse_jobs,
     print_json,
     scenario_data,
     scenario_name,
@@ -56,7 +60,8 @@ def sweep(
     sample_seed: Annotated[str, typer.Option(metavar="SEED", help="Of the points that are drawn.")] = "0",
     overrides: Overrides = None,
     strict: Strict = False,
-    jobs: Annotated[str, typer.Option(metavar="N", help="Processes; -1 is one per core.")] = "1",
+    goodput: Goodput = None,
+    jobs: Jobs = "1",
     backend: Annotated[str, typer.Option(metavar="NAME", help="Where they run: local, ray, dask.")] = "local",
     results: Annotated[
         Path | None,
@@ -80,7 +85,7 @@ def sweep(
     check_output("--plot", plot, PICTURES)
     _check_results(results)
     _check_metric(metric)
-    processes = _parse_jobs(jobs)
+    processes = parse_jobs(jobs)
 
     from asyncsched.cli.cluster import cluster
     from sim.results import ResultFile
@@ -89,7 +94,7 @@ def sweep(
     varied, points = _design(vary or [], ranges or [], sample, sample_seed)
     if plot is not None:
         _check_drawable(plot, varied, sample)
-    base = scenario_data(scenario, preset, overrides, strict=strict)
+    base = scenario_data(scenario, preset, overrides, strict=strict, goodput=goodput)
     columns = tuple(dict.fromkeys((*COLUMNS, metric, *REJECTION_COLUMNS)))
     with (
         ResultFile("--results", results) if results is not None else nullcontext() as kept,
@@ -119,16 +124,6 @@ def _check_metric(name: str) -> None:
     raise ConfigError("--metric", name, f"use the key of a figure, such as {', '.join(near)}")
 
 
-def _parse_jobs(text: str) -> int:
-    try:
-        jobs = int(text)
-    except ValueError:
-        jobs = 0
-    if jobs < 1 and jobs != -1:
-        raise ConfigError("--jobs", text, "use a number of processes, or -1 for one per core")
-    return jobs
-
-
 def _check_results(path: Path | None) -> None:
     if path is not None and path.suffix != ".jsonl":
         raise ConfigError("--results", str(path), "its name must end in .jsonl")
@@ -156,15 +151,8 @@ def _design(
         if ranges:
             raise ConfigError("--range", ranges[0], "say with --sample how many points to draw")
         return varied, grid(varied)
-    points = random_points(drawn, varied, _count("--sample", sample, 1), _count("--sample-seed", seed, 0))
+    points = random_points(drawn, varied, parse_count("--sample", sample, 1), parse_count("--sample-seed", seed, 0))
     return {key: [point[key] for point in points] for key in points[0]}, points
-
-
-def _count(option: str, text: str, least: int) -> int:
-    digits = text.isascii() and text.isdigit() and len(text) < 10
-    if not digits or int(text) < least:
-        raise ConfigError(option, text, f"use a whole number of at least {least}")
-    return int(text)
 
 
 def _check_drawable(plot: Path, varied: Mapping[str, Sequence[object]], sample: str | None) -> None:
@@ -228,7 +216,8 @@ def _plot(rows: list[Row], varied: Mapping[str, Sequence[object]], metric: str, 
 def _print_rows(rows: list[Row], varied: Mapping[str, object], metric: str, name: str) -> None:
     from asyncsched.cli.tables import print_table
 
-    keys = [key for key in dict.fromkeys((*SHOWN, metric)) if key not in varied]
+    levels = ("goodput.per_s",) if any(row["goodput.per_s"] is not None for row in rows) else ()
+    keys = [key for key in dict.fromkeys((*SHOWN, *levels, metric)) if key not in varied]
     table = [
         [*(_short(row[key]) for key in varied), *(write(key, row[key]) if not row["error"] else "-" for key in keys)]
         for row in rows
