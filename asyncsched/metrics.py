@@ -11,6 +11,8 @@ before it was aborted count as output tokens.
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,8 +36,8 @@ class ServingMetrics:
         self.output_tokens = 0
         self.overshoot_tokens = 0
         self.num_requests = 0
-        self._gaps: list[NDArray[np.int64]] = []
-        self._gap_counts: list[NDArray[np.int64]] = []
+        self._gaps = array("q")
+        self._gap_counts = array("q")  # how often each of them
 
     def arrived(self, index: int, now_ns: int) -> None:
         """A request was submitted; indices count up from 0."""
@@ -50,11 +52,20 @@ class ServingMetrics:
         self.overshoot_tokens += output.overshoot
         if len(requests):
             self.output_tokens += len(requests)
-            self._record_gaps(requests, now_ns)
-            first = requests[self.first_ns[requests] == NOT_YET]
-            self.first_ns[first] = now_ns
+            before = self.last_ns[requests]
             self.last_ns[requests] = now_ns
-            np.add.at(self.num_tokens, requests, 1)
+            if np.count_nonzero(requests[1:] == requests[:-1]):
+                # Tokens held back for a stop string arrive together: no time passes between them.
+                np.add.at(self.num_tokens, requests, 1)
+                again = np.concatenate(([False], requests[1:] == requests[:-1]))
+                before[again] = now_ns
+            else:
+                self.num_tokens[requests] += 1
+            started = before != NOT_YET
+            if np.count_nonzero(started) != len(requests):
+                self.first_ns[requests[~started]] = now_ns
+                before = before[started]
+            self._record_gaps(before, now_ns)
         for notice in output.finished:
             self.ended[notice.reason] += 1
             self.completed[notice.number] = notice.reason in (FinishReason.LENGTH, FinishReason.STOP)
@@ -72,26 +83,20 @@ class ServingMetrics:
 
     def gaps(self) -> NDArray[np.int64]:
         """Every inter-token latency, in nanoseconds, in order of delivery."""
-        if not self._gaps:
-            return np.zeros(0, dtype=np.int64)
-        return np.repeat(np.concatenate(self._gaps), np.concatenate(self._gap_counts))
+        return np.repeat(np.array(self._gaps, dtype=np.int64), np.array(self._gap_counts, dtype=np.int64))
 
-    def _record_gaps(self, requests: NDArray[np.int64], now_ns: int) -> None:
+    def _record_gaps(self, before: NDArray[np.int64], now_ns: int) -> None:
         """Requests that got their last token together have equal gaps, so a step needs few numbers."""
-        before = self.last_ns[requests]
-        gaps = now_ns - before[before != NOT_YET]
-        repeats = np.count_nonzero(requests[1:] == requests[:-1])
-        if repeats:  # tokens held back for a stop string arrive together: no time passes between them
-            again = np.concatenate(([False], requests[1:] == requests[:-1]))
-            gaps = np.concatenate((now_ns - before[(before != NOT_YET) & ~again], np.zeros(repeats, dtype=np.int64)))
-        if not len(gaps):
+        if not len(before):
             return
-        if np.count_nonzero(gaps == gaps[0]) == len(gaps):
-            values, counts = gaps[:1], np.array([len(gaps)])
+        last = int(before[0])
+        if np.count_nonzero(before == last) == len(before):
+            self._gaps.append(now_ns - last)
+            self._gap_counts.append(len(before))
         else:
-            values, counts = np.unique(gaps, return_counts=True)
-        self._gaps.append(values)
-        self._gap_counts.append(counts)
+            values, counts = np.unique(now_ns - before, return_counts=True)
+            self._gaps.extend(values.tolist())
+            self._gap_counts.extend(counts.tolist())
 
     def _grow(self) -> None:
         """Doubles the room."""

@@ -1,0 +1,148 @@
+"""The lanes of one engine in virtual time, as arithmetic.
+
+Lanes are FIFO and an operation's duration is known when it is enqueued, so when it ends is the later of its lane, its
+waits and its enqueuing, plus its duration. Order comes from the program alone: a template is translated once into
+small integers, which the interpreter below runs for every step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from asyncsched.plan import StepPlan, StepShape
+from asyncsched.program import Event, EventKind, Lane, OpKind, Template
+from asyncsched.timeline import LaneAccount, Span, StepTimes, Timeline
+from sim.costs import CostModel, d2h_bytes, h2d_bytes
+
+HOST, H2D, COMPUTE, D2H = range(4)  # lanes
+FILL, LAUNCH, RECORD, WAIT, COPY_IN, RESTORE, FORWARD, OFFLOAD, COPY_OUT = range(9)  # what the interpreter does
+
+_LANES = {Lane.HOST: HOST, Lane.H2D: H2D, Lane.COMPUTE: COMPUTE, Lane.D2H: D2H}
+_EVENTS = {kind: place for place, kind in enumerate(EventKind)}
+_CODES = {
+    OpKind.FILL: FILL,
+    OpKind.RECORD: RECORD,
+    OpKind.WAIT: WAIT,
+    OpKind.H2D: COPY_IN,
+    OpKind.RESTORE: RESTORE,
+    OpKind.FORWARD: FORWARD,
+    OpKind.OFFLOAD: OFFLOAD,
+    OpKind.D2H: COPY_OUT,
+}
+
+
+class Translated(NamedTuple):
+    """A template for the interpreter: (code, lane, place of the event) of each operation that is launched, and the
+    place of the event that `synchronize` waits for."""
+
+    template: Template
+    launched: tuple[tuple[int, int, int], ...]
+    synchronized: int
+
+
+class Lanes:
+    """When each lane is free and each event was recorded, in nanoseconds; and what the lanes were busy with."""
+
+    def __init__(self, costs: CostModel, depth: int, timeline: Timeline | None) -> None:
+        self.costs = costs
+        self.depth = depth
+        self.timeline = timeline
+        self.account = LaneAccount()
+        self.free = [0, 0, 0, 0]
+        self.recorded = [0] * (len(_EVENTS) * depth)
+        self.gate = 0  # no forward pass before this: exposed output synchronization
+        self.idle = 0  # time without work since the last launch
+        self._known: dict[int, Translated] = {}
+
+    def host(self, kind: str, plan: StepPlan, shape: StepShape) -> None:
+        """Host work: the host's clock advances by its price."""
+        start = self.free[HOST]
+        duration = self.costs.host_ns(kind, shape, plan.step)
+        self.free[HOST] = start + duration
+        self.account.busy["host"] += duration
+        if self.timeline is not None:
+            self._span("host", kind, plan, start, start + duration, shape.num_seqs)
+
+    def launch(self, template: Template, plan: StepPlan, shape: StepShape) -> None:
+        """Enqueues a program, up to its `synchronize`."""
+        free, recorded, costs, step = self.free, self.recorded, self.costs, plan.step
+        for code, lane, event in self._translated(template).launched:
+            if code == WAIT:
+                if recorded[event] > free[lane]:
+                    free[lane] = recorded[event]
+            elif code == RECORD:
+                recorded[event] = free[lane]
+            elif code == FILL:
+                self.host("fill", plan, shape)
+            elif code == LAUNCH:
+                self.host("launch", plan, shape)
+            elif code == COPY_IN:
+                self._copy(lane, "h2d", "h2d", plan, costs.h2d_ns(shape, step), h2d_bytes(shape))
+            elif code == FORWARD:  # the price of the carry-over is in that of the forward pass
+                self._forward(plan, costs.forward_ns(shape, step) if plan.num_tokens else 0)
+            elif code == COPY_OUT:
+                self._copy(lane, "d2h", "d2h", plan, costs.d2h_ns(shape, step), d2h_bytes(shape))
+            elif code == RESTORE:
+                self._copy(lane, "h2d", "restore", plan, costs.restore_ns(shape, step), shape.restored_blocks)
+            else:
+                self._copy(lane, "d2h", "offload", plan, costs.offload_ns(shape, step), shape.offloaded_blocks)
+
+    def synchronize(self, template: Template, plan: StepPlan) -> None:
+        """Blocks the host until the step's output has reached it."""
+        start = self.free[HOST]
+        end = max(start, self.recorded[self._translated(template).synchronized])
+        self.free[HOST] = end
+        if self.timeline is not None:
+            self._span("host", "collect", plan, start, end, len(plan.sampled))
+
+    def rest(self, until_ns: int) -> None:
+        """The host had nothing to do until then."""
+        start = self.free[HOST]
+        self.free[HOST] = end = max(start, until_ns)
+        self.idle += end - start
+
+    def _copy(self, lane: int, lane_name: str, name: str, plan: StepPlan, duration: int, size: int) -> None:
+        free = self.free
+        start = max(free[lane], free[HOST])
+        free[lane] = start + duration
+        self.account.busy[lane_name] += duration
+        if self.timeline is not None:
+            self._span(lane_name, name, plan, start, start + duration, size)
+
+    def _forward(self, plan: StepPlan, duration: int) -> None:
+        enqueued, output_sync = self.free[HOST], self.costs.output_sync_ns()
+        start = max(enqueued, self.free[COMPUTE], self.gate)
+        end = start + duration
+        self.free[COMPUTE] = end
+        self.account.step(StepTimes(enqueued, start, end, self.idle, output_sync))
+        self.gate = end + output_sync
+        self.idle = 0
+        if self.timeline is not None:
+            self._span("compute", "forward", plan, start, end, plan.num_tokens)
+
+    def _span(self, lane: str, name: str, plan: StepPlan, start: int, end: int, size: int) -> None:
+        assert self.timeline is not None  # spans are kept
+        self.timeline.spans.append(Span(lane, name, plan.step, plan.slot, start, end, size))
+
+    def _translated(self, template: Template) -> Translated:
+        """Templates are made once, so their identity is their name; keeping the template keeps the name its own."""
+        known = self._known.get(id(template))
+        if known is None:
+            known = self._known[id(template)] = self._translate(template)
+        return known
+
+    def _translate(self, template: Template) -> Translated:
+        """Launching is paid for where the first compute operation is enqueued."""
+        ops: list[tuple[int, int, int]] = []
+        launched = False
+        for op in template.launched:
+            if op.lane is Lane.COMPUTE and not launched:
+                launched = True
+                ops.append((LAUNCH, HOST, -1))
+            if op.kind is not OpKind.CARRY:
+                ops.append((_CODES[op.kind], _LANES[op.lane], self._place(op.event)))
+        return Translated(template, tuple(ops), self._place(template.ops[-1].event))
+
+    def _place(self, event: Event | None) -> int:
+        """Of an event in `recorded`."""
+        return -1 if event is None else _EVENTS[event.kind] * self.depth + event.slot
