@@ -12,6 +12,8 @@ before it was aborted count as output tokens.
 from __future__ import annotations
 
 from array import array
+from itertools import repeat
+from operator import sub
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,14 +63,21 @@ class ServingMetrics:
                 before[again] = now_ns
             else:
                 self.num_tokens[requests] += 1
-            started = before != NOT_YET
-            if np.count_nonzero(started) != len(requests):
-                self.first_ns[requests[~started]] = now_ns
-                before = before[started]
-            self._record_gaps(before, now_ns)
+            self._record_first(requests, before, now_ns)
         for notice in output.finished:
             self.ended[notice.reason] += 1
             self.completed[notice.number] = notice.reason in (FinishReason.LENGTH, FinishReason.STOP)
+
+    def delivered_each(self, requests: NDArray[np.int64], times_ns: list[int]) -> None:
+        """One token of each of `requests` at each of these times; `delivered`, many times over."""
+        count, steps = len(requests), len(times_ns)
+        self.output_tokens += count * steps
+        before = self.last_ns[requests]
+        self.last_ns[requests] = times_ns[-1]
+        self.num_tokens[requests] += steps
+        self._record_first(requests, before, times_ns[0])
+        self._gaps.extend(map(sub, times_ns[1:], times_ns))
+        self._gap_counts.extend(repeat(count, steps - 1))
 
     def summary(self) -> dict[str, dict[str, float] | None]:
         """ttft_ms, tpot_ms, itl_ms, e2el_ms: mean and percentiles in milliseconds; None where there are none."""
@@ -84,6 +93,13 @@ class ServingMetrics:
     def gaps(self) -> NDArray[np.int64]:
         """Every inter-token latency, in nanoseconds, in order of delivery."""
         return np.repeat(np.array(self._gaps, dtype=np.int64), np.array(self._gap_counts, dtype=np.int64))
+
+    def _record_first(self, requests: NDArray[np.int64], before: NDArray[np.int64], now_ns: int) -> None:
+        started = before != NOT_YET
+        if np.count_nonzero(started) != len(requests):
+            self.first_ns[requests[~started]] = now_ns
+            before = before[started]
+        self._record_gaps(before, now_ns)
 
     def _record_gaps(self, before: NDArray[np.int64], now_ns: int) -> None:
         """Requests that got their last token together have equal gaps, so a step needs few numbers."""

@@ -11,7 +11,7 @@ a simulated one lets that much virtual time pass. Planning that finds nothing to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from asyncsched.plan import StepOutput, StepPlan
 from asyncsched.program import StepProgram, build_program
 from asyncsched.request import Finished, SamplingParams, StopMatcher, TokenArray
 from asyncsched.scheduler import Scheduler
+from asyncsched.stretch import Passed, Stretch
 
 
 class Submit(NamedTuple):
@@ -98,6 +99,33 @@ class Idle(NamedTuple):
     """Nothing can run until a command arrives or the inbox is closed."""
 
 
+class Leap(NamedTuple):
+    """Only to drivers that leap. Nothing is decided in the next `stretch.steps` iterations of the loop: each plans and
+    launches a step of the stretch, then collects and commits the oldest, `in_flight` first. Send back `Leaped`."""
+
+    stretch: Stretch
+    in_flight: tuple[StepPlan, ...]
+
+
+class Leaped(NamedTuple):
+    """So many iterations passed, none if the loop is to go on step by step.
+
+    tokens  of the plans in flight that were collected
+    token   what every collected step of the stretch sampled for every row
+    """
+
+    steps: int
+    tokens: Sequence[TokenArray] = ()
+    token: int = 0
+
+
+class Landed(NamedTuple):
+    """What came of a leap, to hand to users. Send back a ticket for each plan of `passed.in_flight`."""
+
+    stretch: Stretch
+    passed: Passed
+
+
 @dataclass(frozen=True, slots=True)
 class StepFailure:
     """Why a step has no tokens. `stuck`: it may still touch its slot, rows and blocks (it timed out, say)."""
@@ -108,18 +136,23 @@ class StepFailure:
 
 NO_SLOT = "every I/O slot is held by a step that never came back: start a new engine"
 
-Effect = Host | Launch | Collect | Deliver | Idle
+Effect = Host | Launch | Collect | Deliver | Idle | Leap | Landed
 Pipeline = Generator[Effect, object, None]
 
 
-def pipeline(scheduler: Scheduler, inbox: Inbox) -> Pipeline:
-    """Runs until the inbox is closed and everything submitted has ended."""
+def pipeline(scheduler: Scheduler, inbox: Inbox, *, leaps: bool = False) -> Pipeline:
+    """Runs until the inbox is closed and everything submitted has ended. `leaps`: the driver can take a `Leap`."""
     slots = deque(range(scheduler.config.depth))  # free ones; a step that never came back keeps its slot
     in_flight: deque[tuple[StepPlan, object]] = deque()
     while True:
         notices = _apply(scheduler, inbox)
         if notices:
             yield Deliver(notices)
+        if leaps and len(slots) == 1 and len(in_flight) == scheduler.config.depth - 1 and not len(inbox):
+            landed = yield from _leap(scheduler, slots[0], [plan for plan, _ in in_flight])
+            if landed is not None:
+                slots[0], in_flight = landed
+                continue
         plan = scheduler.plan(slots[0]) if slots else None
         if plan is not None:
             slots.popleft()
@@ -142,6 +175,23 @@ def pipeline(scheduler: Scheduler, inbox: Inbox) -> Pipeline:
             return
         else:
             yield Idle()
+
+
+def _leap(
+    scheduler: Scheduler, slot: int, in_flight: list[StepPlan]
+) -> Generator[Effect, object, tuple[int, deque[tuple[StepPlan, object]]] | None]:
+    """Offers the driver a leap. The free slot and the steps in flight where it lands; None where it takes none."""
+    stretch = scheduler.stretch([slot, *(plan.slot for plan in in_flight)])
+    if stretch is None:
+        return None
+    leaped = yield Leap(stretch, tuple(in_flight))
+    assert isinstance(leaped, Leaped)
+    if not leaped.steps:
+        return None
+    passed = scheduler.advance(stretch, leaped.steps, in_flight, leaped.tokens, leaped.token)
+    tickets = yield Landed(stretch, passed)
+    pairs = zip(passed.in_flight, tickets, strict=True)  # type: ignore[call-overload]  # Landed's contract
+    return stretch.slots[leaped.steps % len(stretch.slots)], deque(pairs)
 
 
 def _settle(scheduler: Scheduler, plan: StepPlan, result: object) -> StepOutput:

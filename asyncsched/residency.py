@@ -67,6 +67,19 @@ class Residency:
             self.rows.write_table(rows, self.rows.num_blocks[rows], self.pool.allocate(len(rows)))
             self.rows.num_blocks[rows] += 1
 
+    def grow_many(self, rows: IndexArray) -> None:
+        """One more block for each entry of `rows`, in order; a row may be there more than once. Only for a pool without
+        cached blocks: free ones come off one stack, together or one by one."""
+        r = self.rows
+        if not len(rows):
+            return
+        order = np.argsort(rows, kind="stable")
+        in_order = rows[order]
+        nth = np.empty_like(rows)
+        nth[order] = np.arange(len(rows)) - np.searchsorted(in_order, in_order)
+        r.write_table(rows, r.num_blocks[rows] + nth, self.pool.allocate(len(rows)))
+        np.add.at(r.num_blocks, rows, 1)
+
     # ---- giving ----------------------------------------------------------------------------------------------------
 
     def give_up(self, row: int) -> None:
@@ -136,6 +149,19 @@ class Residency:
         if self.config.sliding_window is not None:
             self._free_outside_window(plan, self.config.sliding_window)
 
+    def share_filled(self, row: int, column: int) -> None:
+        """A committed step filled this block of the row: it becomes shareable."""
+        request = self.rows.owner[row]
+        assert request is not None  # it holds blocks
+        hashes = self._hashes(request, self.rows.tokens[row], column + 1)
+        self.pool.register(int(self.rows.table[row, column]), hashes[column])
+
+    def passed(self, step: int) -> None:
+        """Steps up to this one ran, of which none copied blocks."""
+        self._collected = step
+        self.pool.settle(step)
+        self.host_pool.settle(step)
+
     def failed(self, plan: StepPlan, waiting: Iterable[Request]) -> None:
         """The step did not run, and nothing of it runs any more: its offloads hold nothing."""
         self._drop_failed_copies(plan, waiting)
@@ -203,12 +229,9 @@ class Residency:
         r, size = self.rows, self.config.block_size
         before, after = plan.starts // size, plan.ends // size
         for place in np.flatnonzero((after > before) & (r.num_blocks[plan.rows] > 0)).tolist():
-            row, last = int(plan.rows[place]), int(after[place])
-            request = r.owner[row]
-            assert request is not None  # it holds blocks
-            hashes = self._hashes(request, r.tokens[row], last)
-            for column in range(max(int(before[place]), int(r.freed[row])), last):
-                self.pool.register(int(r.table[row, column]), hashes[column])
+            row = int(plan.rows[place])
+            for column in range(max(int(before[place]), int(r.freed[row])), int(after[place])):
+                self.share_filled(row, column)
 
     def _free_outside_window(self, plan: StepPlan, window: int) -> None:
         r = self.rows

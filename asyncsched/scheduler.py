@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ from asyncsched.request import (
 )
 from asyncsched.residency import Residency
 from asyncsched.rows import NEVER, NO_TOKEN, Rows
+from asyncsched.stretch import Passed, Stretch, affordable, settle
 
 NO_ROWS: IndexArray = np.zeros(0, dtype=np.int64)
 
@@ -221,6 +223,83 @@ class Scheduler:
         """The engine cannot run any more: every request ends with the cause. For when no step is in flight."""
         finished = tuple(self._end(request, FinishReason.ERROR, cause) for request in list(self._active.values()))
         return StepOutput.of_notices(finished)
+
+    # ---- stretches of steps ----------------------------------------------------------------------------------------
+
+    def stretch(self, slots: Sequence[int]) -> Stretch | None:
+        """The coming plans that only repeat the first, if there are two or more. `slots` is the free I/O slot, then
+        those of the steps in flight: `depth - 1` of them, or there is nothing to ask."""
+        rows = self._decode
+        if not len(rows) or self._prefilling or self._paused or self.residency.has_copies:
+            return None
+        config, r = self.config, self.rows
+        if len(rows) > config.max_num_batched_tokens or config.sliding_window is not None or self._may_admit(len(rows)):
+            return None
+        if np.count_nonzero(r.scrutinise[rows]):
+            return None
+        starts = r.planned[rows]
+        steps = affordable(self.residency, rows, starts, int(np.min(r.last_end[rows] - starts)))
+        if steps < 2:
+            return None
+        carry = np.where(r.sampled_at[rows] > self._settled, r.source[rows], NO_SOURCE)
+        bucket = self._bucket(len(rows))
+        return Stretch(
+            self._next_step, steps, rows, r.request[rows], starts, carry, self._slot_base, tuple(slots), bucket
+        )
+
+    def advance(
+        self, stretch: Stretch, steps: int, in_flight: Sequence[StepPlan], tokens: Sequence[TokenArray], token: int
+    ) -> Passed:
+        """Does what `steps` times planning and committing the oldest does, for the stretch just asked for.
+
+        in_flight  the uncommitted plans, oldest first
+        tokens     what those of them sampled that are committed now; ends no row of the stretch
+        token      what every step of the stretch samples for every row; no stop token of theirs
+        """
+        r, rows, starts, ahead = self.rows, stretch.rows, stretch.starts, len(in_flight)
+        pool = self.residency.pool
+        if not 1 <= steps <= stretch.steps or np.count_nonzero(r.stop_token[rows] == token):
+            raise ValueError(f"{steps} steps of {stretch.steps} with token {token}")
+        early = min(steps, ahead)
+        outputs: list[StepOutput] = []
+        most_held = 0
+        for place in range(early):
+            self._pass(stretch, place, place + 1)
+            self.residency.grow(rows[self.residency.lacks_block(rows, starts + place)])
+            most_held = max(most_held, pool.num_held)
+            outputs.append(self.commit(in_flight[place], tokens[place]))
+        if self._decode is not rows:
+            raise ValueError("a row of the stretch ended within it")
+        commits = steps - early
+        if commits:
+            self._pass(stretch, early, steps)
+            settle(self.residency, rows, starts, ahead, steps, commits, token)
+            most_held = max(most_held, pool.num_held)
+            self._settled = stretch.step + commits - 1
+            self.residency.passed(self._settled)
+        last = stretch.plan(steps - 1)
+        r.planned[rows] = last.ends
+        r.last_step[rows] = r.sampled_at[rows] = last.step
+        r.source[rows] = self._slot_base[last.slot][: len(rows)]
+        self._next_step = last.step + 1
+        if steps == stretch.steps:
+            self._give_up_seats(rows, last.ends)
+        left = [stretch.plan(place) for place in range(commits, steps - 1)] if ahead else []
+        return Passed(tuple(outputs), commits, (*in_flight[early:], *left, *([last] if ahead else [])), most_held)
+
+    def _pass(self, stretch: Stretch, first: int, last: int) -> None:
+        """Plans of the stretch are made; the log says so as if one by one."""
+        if self._log is not None:
+            self._log += [describe(stretch.plan(place)) for place in range(first, last)]
+        self.plans += last - first
+
+    def _may_admit(self, num_decodes: int) -> bool:
+        """Whether a plan of these decodes would even look at the queue."""
+        if not self._waiting or num_decodes >= self.config.max_num_batched_tokens:
+            return False
+        if self.config.batching == "static":
+            return self._next_in_line() is not None
+        return len(self._seated) < self.config.max_num_seqs
 
     # ---- questions -------------------------------------------------------------------------------------------------
 
@@ -427,11 +506,7 @@ class Scheduler:
         r.source[sampled] = self._slot_base[slot][: len(sampled)]
         if chunks:
             self._prefilling = [q for q in self._prefilling if r.planned[q.row] < r.known[q.row]]
-        at_limit = sampled_ends >= r.last_end[sampled]
-        if np.count_nonzero(at_limit):
-            for row in sampled[at_limit].tolist():
-                self._finishing[row] = self._seated.pop(row)
-            self._decode = self._decode[r.planned[self._decode] < r.last_end[self._decode]]
+        self._give_up_seats(sampled, sampled_ends)
         offload, restore = self.residency.take_copies()
         bucket = 0 if chunks else _bucket(self.config.decode_buckets, num_decodes)
         plan = StepPlan(
@@ -455,6 +530,15 @@ class Scheduler:
         if self._log is not None:
             self._log.append(describe(plan))
         return plan
+
+    def _give_up_seats(self, sampled: IndexArray, ends: IndexArray) -> None:
+        """Rows whose last step by length is planned need none any more."""
+        r = self.rows
+        at_limit = ends >= r.last_end[sampled]
+        if np.count_nonzero(at_limit):
+            for row in sampled[at_limit].tolist():
+                self._finishing[row] = self._seated.pop(row)
+            self._decode = self._decode[r.planned[self._decode] < r.last_end[self._decode]]
 
     # ---- eviction and reservations ---------------------------------------------------------------------------------
 

@@ -7,8 +7,9 @@ of a step (`StepShape`) and its number, never the clock or other steps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 from pydantic import Field
 
 from asyncsched.plan import StepShape
@@ -23,6 +24,18 @@ H2D_BYTES_PER_SEQ = 12
 D2H_BYTES_PER_SAMPLE = 4
 
 JITTER_BLOCK = 1024  # multipliers drawn at a time
+
+
+class DecodePrices(NamedTuple):
+    """Prices of consecutive steps in nanoseconds, one entry per step."""
+
+    plan: list[int]
+    fill: list[int]
+    launch: list[int]
+    h2d: list[int]
+    forward: list[int]
+    d2h: list[int]
+    commit: list[int]
 
 
 class CostModel(Protocol):
@@ -46,6 +59,10 @@ class CostModel(Protocol):
 
     def output_sync_ns(self) -> int:
         """The compute lane held, but not active, after each step."""
+
+    def decode_prices(self, shape: StepShape, step: int, count: int) -> DecodePrices:
+        """Prices of steps `step`..`step + count - 1`, equal to those above: pure decode steps, the first of this shape,
+        each of the others with one more KV position to read per sequence than the one before."""
 
 
 def h2d_bytes(shape: StepShape) -> int:
@@ -82,6 +99,15 @@ class CopyCosts(Section):
     kv_bytes_per_token: Rate | None = None
 
 
+Pricer = Callable[[StepShape], Any]
+"""Nanoseconds, not rounded: a float, or an array where sizes in the shape are arrays."""
+Larger = Callable[[Any, Any], Any]
+
+
+def larger(a: float, b: float) -> float:
+    return a if a > b else b
+
+
 class ConstantGpu(Section):
     """Forward pass from constants. `us_per_kv_token` counts KV positions read, summed over sequences."""
 
@@ -91,11 +117,11 @@ class ConstantGpu(Section):
     us_per_prefill_token: Time = 0.0
     us_per_kv_token: Time = 0.0
 
-    def pricer(self) -> Callable[[StepShape], float]:
+    def pricer(self, larger: Larger = larger) -> Pricer:
         step, decode = self.step_us * 1e3, self.us_per_decode_seq * 1e3
         prefill, kv = self.us_per_prefill_token * 1e3, self.us_per_kv_token * 1e3
 
-        def forward_ns(shape: StepShape) -> float:
+        def forward_ns(shape: StepShape) -> Any:
             # Rows that pad a decode batch cost as much as real ones.
             return (
                 step
@@ -127,7 +153,7 @@ class RooflineGpu(Section):
     compute_efficiency: Share = 1.0
     kernel_overhead_us: Time = 0.0
 
-    def pricer(self) -> Callable[[StepShape], float]:
+    def pricer(self, larger: Larger = larger) -> Pricer:
         model = self.model
         ns_per_byte = 1e-3 / (self.device.hbm_tb_s * self.memory_efficiency)
         ns_per_flop = 1e-3 / (self.device.dense_tflop_s * self.compute_efficiency)
@@ -138,11 +164,10 @@ class RooflineGpu(Section):
         pair = 4 * model.layers * model.num_heads * model.head_dim * ns_per_flop
         overhead = self.kernel_overhead_us * 1e3
 
-        def forward_ns(shape: StepShape) -> float:
+        def forward_ns(shape: StepShape) -> Any:
             # Once per simulated step: conditional expressions, since `max` takes twice as long.
             tokens, samples = shape.num_tokens, shape.num_samples
-            memory, compute = kv_token * (shape.kv_tokens + tokens), pair * shape.attn_pairs
-            total = overhead + (memory if memory > compute else compute)
+            total = overhead + larger(kv_token * (shape.kv_tokens + tokens), pair * shape.attn_pairs)
             if shape.bucket:  # rows that pad a decode batch are computed like real ones, but read no KV
                 tokens = samples = shape.bucket
             compute = body_token * tokens
@@ -181,7 +206,17 @@ class Jitter(Section):
 class LaneCosts:
     """The prices of a scenario's sections. Everything is worked out beforehand: a call is a few multiplications."""
 
-    __slots__ = ("_contention", "_d2h", "_forward", "_h2d", "_host", "_offload", "_output_sync", "_restore")
+    __slots__ = (
+        "_contention",
+        "_d2h",
+        "_forward",
+        "_forwards",
+        "_h2d",
+        "_host",
+        "_offload",
+        "_output_sync",
+        "_restore",
+    )
 
     def __init__(
         self,
@@ -209,6 +244,7 @@ class LaneCosts:
         self._offload = (copy.d2h_latency_us * 1e3, block_bytes * d2h)
         self._restore = (copy.h2d_latency_us * 1e3, block_bytes * h2d)
         self._forward = gpu.pricer()
+        self._forwards = gpu.pricer(np.maximum)  # of several steps at once: the sizes that differ are arrays
         self._contention = overlap.gpu_contention if depth > 1 else 1.0
         self._output_sync = round(overlap.exposed_output_sync_us * 1e3) if depth > 1 else 0
 
@@ -233,10 +269,24 @@ class LaneCosts:
         return round(latency + per_block * shape.restored_blocks)
 
     def forward_ns(self, shape: StepShape, step: int) -> int:
-        return round(self._forward(shape) * self._contention)
+        price: float = self._forward(shape) * self._contention
+        return round(price)
 
     def output_sync_ns(self) -> int:
         return self._output_sync
+
+    def decode_prices(self, shape: StepShape, step: int, count: int) -> DecodePrices:
+        read: Any = shape.kv_tokens + shape.num_seqs * np.arange(count)
+        forward = self._forwards(shape._replace(kv_tokens=read, attn_pairs=read)) * self._contention
+        return DecodePrices(
+            [self.host_ns("plan", shape, step)] * count,
+            [self.host_ns("fill", shape, step)] * count,
+            [self.host_ns("launch", shape, step)] * count,
+            [self.h2d_ns(shape, step)] * count,
+            np.broadcast_to(np.rint(forward), count).astype(np.int64).tolist(),
+            [self.d2h_ns(shape, step)] * count,
+            [self.host_ns("commit", shape, step)] * count,
+        )
 
 
 class JitteredCosts:
@@ -273,6 +323,14 @@ class JitteredCosts:
     def output_sync_ns(self) -> int:
         return self._costs.output_sync_ns()
 
+    def decode_prices(self, shape: StepShape, step: int, count: int) -> DecodePrices:
+        prices = self._costs.decode_prices(shape, step, count)
+        jittered = []
+        for stream, values in zip(_DECODE_STREAMS, prices, strict=True):
+            multipliers = np.array([self._multiplier(stream, step + place) for place in range(count)])
+            jittered.append(np.rint(np.array(values) * multipliers).astype(np.int64).tolist())
+        return DecodePrices(*jittered)
+
     def _multiplier(self, stream: Stream, step: int) -> float:
         wanted, offset = divmod(step, JITTER_BLOCK)
         block, multipliers = self._blocks[stream]
@@ -284,6 +342,7 @@ class JitteredCosts:
 
 
 _HOST_STREAMS = {"plan": Stream.PLAN, "fill": Stream.FILL, "launch": Stream.LAUNCH, "commit": Stream.COMMIT}
+_DECODE_STREAMS = (Stream.PLAN, Stream.FILL, Stream.LAUNCH, Stream.H2D, Stream.FORWARD, Stream.D2H, Stream.COMMIT)
 
 
 def _ns_per_byte(gb_s: float | None) -> float:

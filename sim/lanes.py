@@ -7,12 +7,15 @@ small integers, which the interpreter below runs for every step.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from asyncsched.plan import StepPlan, StepShape
 from asyncsched.program import Event, EventKind, Lane, OpKind, Template
+from asyncsched.stretch import Stretch
 from asyncsched.timeline import LaneAccount, Span, StepTimes, Timeline
-from sim.costs import CostModel, d2h_bytes, h2d_bytes
+from sim.costs import CostModel, DecodePrices, d2h_bytes, h2d_bytes
 
 HOST, H2D, COMPUTE, D2H = range(4)  # lanes
 FILL, LAUNCH, RECORD, WAIT, COPY_IN, RESTORE, FORWARD, OFFLOAD, COPY_OUT = range(9)  # what the interpreter does
@@ -95,6 +98,80 @@ class Lanes:
         if self.timeline is not None:
             self._span("host", "collect", plan, start, end, len(plan.sampled))
 
+    def decode(
+        self, stretch: Stretch, in_flight: Sequence[StepPlan], prices: DecodePrices, commits: list[int], until: float
+    ) -> list[int]:
+        """Launches the steps of a stretch one after the other and commits the oldest each time, as long as a plan is
+        made before `until`. Returns when each commit ends.
+
+        prices   of the stretch's steps
+        commits  of the steps that are committed, those in flight first
+
+        It is what `launch`, `synchronize` and `host` do for the operations of a decode step, with all state in local
+        variables: a change to the step program is a change to be made here.
+        """
+        account, sync = self.account, self.costs.output_sync_ns()
+        host, h2d, compute, d2h = self.free
+        gate, idle, last = self.gate, self.idle, account.last_end_ns
+        host_wait = h2d_wait = sync_wait = no_work = 0
+        flying = deque(self.recorded[self._returned(plan.slot)] for plan in in_flight)
+        details: list[tuple[int, ...]] | None = None if self.timeline is None else []
+        times: list[int] = []
+        for plan, fill, launch, copy_in, forward, copy_out, commit in zip(*prices[:6], commits, strict=False):
+            if host >= until:
+                break
+            begun = host
+            host += plan + fill
+            filled = host
+            copied = host if host > h2d else h2d
+            h2d = copied + copy_in
+            host += launch
+            launched = host
+            start = gate if gate > compute else compute
+            if h2d > start:
+                start = h2d
+            if host > start:
+                start = host
+            if start > last:  # as LaneAccount.step has it
+                free = min(last + sync, start)
+                ready = min(max(free, host), start)
+                unused = min(idle, ready - free)
+                sync_wait += free - last
+                no_work += unused
+                host_wait += ready - free - unused
+                h2d_wait += start - ready
+            idle = 0
+            last = compute = start + forward
+            gate = compute + sync
+            read = compute if compute > d2h else d2h
+            d2h = read + copy_out
+            flying.append(d2h)
+            done = flying.popleft()
+            if done > host:
+                host = done
+            if details is not None:
+                details.append((begun, begun + plan, filled, copied, h2d, launched, start, compute, read, d2h, host))
+            host += commit
+            times.append(host)
+        count = len(times)
+        self.free[:] = host, h2d, compute, d2h
+        self.gate, self.idle = gate, idle
+        for place, returned in enumerate(flying, count - len(in_flight)):
+            slot = in_flight[place].slot if place < 0 else stretch.slots[place % self.depth]
+            self.recorded[self._returned(slot)] = returned
+        account.last_end_ns = last
+        account.busy["host"] += sum(map(sum, (x[:count] for x in (prices.plan, prices.fill, prices.launch, commits))))
+        account.busy["h2d"] += sum(prices.h2d[:count])
+        account.busy["compute"] += sum(prices.forward[:count])
+        account.busy["d2h"] += sum(prices.d2h[:count])
+        account.idle["host"] += host_wait
+        account.idle["h2d"] += h2d_wait
+        account.idle["output_sync"] += sync_wait
+        account.idle["no_work"] += no_work
+        if details:
+            self._decode_spans(stretch, in_flight, details, times)
+        return times
+
     def rest(self, until_ns: int) -> None:
         """The host had nothing to do until then."""
         start = self.free[HOST]
@@ -120,6 +197,25 @@ class Lanes:
         if self.timeline is not None:
             self._span("compute", "forward", plan, start, end, plan.num_tokens)
 
+    def _decode_spans(
+        self, stretch: Stretch, in_flight: Sequence[StepPlan], details: list[tuple[int, ...]], times: list[int]
+    ) -> None:
+        """The spans that stepping would have recorded, in its order."""
+        n = len(stretch.rows)
+        shape = StepShape(n, n, 0, n, n, 0, 0, stretch.bucket)
+        for place, (detail, end) in enumerate(zip(details, times, strict=True)):
+            begun, planned, filled, copied, h2d, launched, start, compute, read, d2h, collected = detail
+            plan = stretch.plan(place)
+            old = in_flight[place] if place < len(in_flight) else stretch.plan(place - len(in_flight))
+            self._span("host", "plan", plan, begun, planned, plan.num_seqs)
+            self._span("host", "fill", plan, planned, filled, plan.num_seqs)
+            self._span("h2d", "h2d", plan, copied, h2d, h2d_bytes(shape))
+            self._span("host", "launch", plan, filled, launched, plan.num_seqs)
+            self._span("compute", "forward", plan, start, compute, plan.num_tokens)
+            self._span("d2h", "d2h", plan, read, d2h, d2h_bytes(shape))
+            self._span("host", "collect", old, launched, collected, len(old.sampled))
+            self._span("host", "commit", old, collected, end, old.num_seqs)
+
     def _span(self, lane: str, name: str, plan: StepPlan, start: int, end: int, size: int) -> None:
         assert self.timeline is not None  # spans are kept
         self.timeline.spans.append(Span(lane, name, plan.step, plan.slot, start, end, size))
@@ -142,6 +238,10 @@ class Lanes:
             if op.kind is not OpKind.CARRY:
                 ops.append((_CODES[op.kind], _LANES[op.lane], self._place(op.event)))
         return Translated(template, tuple(ops), self._place(template.ops[-1].event))
+
+    def _returned(self, slot: int) -> int:
+        """The place of the event that says that a step's output has reached the host."""
+        return _EVENTS[EventKind.D2H_DONE] * self.depth + slot
 
     def _place(self, event: Event | None) -> int:
         """Of an event in `recorded`."""

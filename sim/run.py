@@ -104,9 +104,15 @@ class Result:
 
 
 def simulate(
-    scenario: Scenario, *, spans: bool = False, decisions: bool = False, progress: Progress | None = None
+    scenario: Scenario,
+    *,
+    spans: bool = False,
+    decisions: bool = False,
+    leaps: bool = True,
+    progress: Progress | None = None,
 ) -> Result:
-    """Runs a scenario to its end. `spans` keeps a timeline, `decisions` the decision log.
+    """Runs a scenario to its end. `spans` keeps a timeline, `decisions` the decision log. Without `leaps` it goes
+    step by step, to the same results.
 
     Raises ConfigError, and PolicyError where a policy failed: what it was replaced by is not what was asked about.
     """
@@ -119,7 +125,7 @@ def simulate(
     timeline = Timeline() if spans else None
     last_positions = np.array([a.prompt_tokens + a.output_tokens - 1 for a in arrivals], dtype=np.int64)
     env = simpy.Environment(initial_time=0)
-    engine = SimEngine(env, scheduler, scenario.costs(), last_positions, timeline=timeline)
+    engine = SimEngine(env, scheduler, scenario.costs(), last_positions, timeline=timeline, leaps=leaps)
     env.process(_arrive(env, engine, workload, scenario))
     run = env.process(engine.run())
     if progress is None:

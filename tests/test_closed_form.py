@@ -21,6 +21,7 @@ from asyncsched.plan import StepShape
 from asyncsched.request import SamplingParams
 from asyncsched.scheduler import Scheduler
 from asyncsched.timeline import LANES, Timeline
+from sim.costs import DecodePrices
 from sim.engine import SimEngine
 from sim.run import Result, simulate
 from sim.scenario import Scenario
@@ -88,6 +89,10 @@ class TableCosts:
 
     def output_sync_ns(self) -> int:
         return self.output_sync
+
+    def decode_prices(self, shape: StepShape, step: int, count: int) -> DecodePrices:
+        steps = self.steps[step : step + count]
+        return DecodePrices(**{kind: [getattr(times, kind) for times in steps] for kind in DecodePrices._fields})
 
 
 def simulated(steps: list[Times], depth: int, batch: int = 1, output_sync: int = 0) -> tuple[int, SimEngine, list[str]]:

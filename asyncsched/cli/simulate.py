@@ -82,6 +82,9 @@ def simulate(
             metavar="FIRST:LAST", help="Steps in the trace and the plot. Without it: all, and six from the middle."
         ),
     ] = None,
+    leaps: Annotated[
+        bool, typer.Option(help="Pass stretches in which nothing is decided at once: the same results, sooner.")
+    ] = True,
 ) -> None:
     """Simulate one scenario."""
     check_output("--trace", trace, (".json",))
@@ -97,7 +100,7 @@ def simulate(
 
     checked = Scenario.from_dict(scenario_data(scenario, preset, overrides, strict=strict, goodput=goodput))
     with progress_bar("simulating") as progress:
-        result = run(checked, spans=trace is not None or plot is not None, progress=progress)
+        result = run(checked, spans=trace is not None or plot is not None, leaps=leaps, progress=progress)
     summary = result.summary()
     name = _name(scenario_name(scenario, preset), summary)
     warning = check_rejections(summary)

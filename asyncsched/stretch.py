@@ -1,0 +1,136 @@
+"""Stretches: steps that decode the same rows, so that everything about them but their number follows from the first.
+
+The scheduler says how many such plans it would make one after the other, and can then be moved past some of them at
+once. Afterwards it is in the state that planning and committing them one by one would have left, to the block and to
+the line of the decision log. Nothing here knows how long a step takes: who asks decides how many steps are passed.
+
+With `depth` steps in flight, the first `depth - 1` commits of a stretch are of plans made before it. They are
+committed as ever, since they may hold prefills and last tokens; block allocations keep their order around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncsched.plan import NO_SOURCE, IndexArray, StepOutput, StepPlan
+from asyncsched.residency import Residency
+from asyncsched.rows import Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretch:
+    """Plans `step`, `step + 1`, ...: `rows` decode one token each, from positions `starts` on, and nobody else runs.
+
+    steps      so many plans at most; at the last one a row may reach its length limit
+    rows, requests, starts  int64[n], as in the first plan
+    carry      int64[n], the carry-over mask of the first plan
+    sources    per slot: int64[>= n], where a step in it leaves the tokens of its rows
+    slots      the slots the plans take in turn
+    bucket     of each plan
+    """
+
+    step: int
+    steps: int
+    rows: IndexArray
+    requests: IndexArray
+    starts: IndexArray
+    carry: IndexArray
+    sources: Sequence[IndexArray]
+    slots: tuple[int, ...]
+    bucket: int
+
+    def plan(self, place: int) -> StepPlan:
+        """The plan `place` steps after the first."""
+        n, slots = len(self.rows), self.slots
+        starts = self.starts + place
+        ends = starts + 1
+        if not place:
+            carry = self.carry
+        elif len(slots) == 1:
+            carry = np.full(n, NO_SOURCE)
+        else:
+            carry = self.sources[slots[(place - 1) % len(slots)]][:n]
+        step, slot = self.step + place, slots[place % len(slots)]
+        return StepPlan(
+            step, slot, self.rows, self.requests, starts, ends, n, carry, self.rows, ends, np.arange(n), n, self.bucket
+        )
+
+
+class Passed(NamedTuple):
+    """What a stretch gave: outputs of the plans made before it, then one token per row for each of `commits` steps.
+
+    outputs   in order, one for each of the first commits
+    commits   how many commits of the stretch's own plans followed
+    in_flight the plans that are left uncommitted
+    most_held KV blocks held at most
+    """
+
+    outputs: tuple[StepOutput, ...]
+    commits: int
+    in_flight: tuple[StepPlan, ...]
+    most_held: int
+
+
+def affordable(residency: Residency, rows: IndexArray, starts: IndexArray, steps: int) -> int:
+    """How many of `steps` steps find the blocks they need, whoever else gives up theirs meanwhile."""
+    size, available = residency.config.block_size, residency.pool.available
+    if len(rows) * (steps // size + 1) <= available:
+        return steps
+    places, _ = _crossings(residency.rows, rows, starts, steps)
+    return steps if len(places) <= available else int(places[available])
+
+
+def settle(
+    residency: Residency, rows: IndexArray, starts: IndexArray, ahead: int, steps: int, commits: int, token: int
+) -> None:
+    """Steps `ahead`..`steps` - 1 are planned; the first `commits` are committed, and sampled `token` for every row."""
+    r = residency.rows
+    if commits:
+        columns: NDArray[np.int64] = starts[:, None] + np.arange(1, commits + 1)
+        r.tokens[rows[:, None], columns] = token
+    if not residency.config.enable_prefix_caching or not commits:
+        residency.grow_many(rows[_crossings(r, rows, starts, steps)[1]])
+    else:
+        _grow_and_share(residency, rows, starts, ahead, steps, commits)
+    if commits:
+        r.computed[rows] = starts + commits
+        r.known[rows] = starts + commits + 1
+
+
+def _grow_and_share(
+    residency: Residency, rows: IndexArray, starts: IndexArray, ahead: int, steps: int, commits: int
+) -> None:
+    """Step `place` is planned, then step `place - ahead` is committed: blocks that are taken may hold old prefixes,
+    blocks that fill up become shareable, and both in this order."""
+    size = residency.config.block_size
+    grown, growing = _crossings(residency.rows, rows, starts, steps)
+    left = size - starts % size  # steps until a block is full
+    filled, filling = _repeated(left - 1 + ahead, np.maximum(commits - left, -size) // size + 1, size)
+    for place in np.union1d(grown, filled).tolist():
+        residency.grow(rows[growing[grown == place]])
+        for who in filling[filled == place].tolist():
+            residency.share_filled(int(rows[who]), (int(starts[who]) + place - ahead) // size)
+
+
+def _crossings(rows: Rows, which: IndexArray, starts: IndexArray, steps: int) -> tuple[IndexArray, IndexArray]:
+    """Where rows need another block in the first `steps` steps: (step, index into `which`), by step, then by row."""
+    size = rows.block_size
+    room = rows.num_blocks[which] * size - starts  # steps that the blocks suffice for
+    return _repeated(room, np.maximum(-((room - steps) // size), 0), size)
+
+
+def _repeated(first: IndexArray, counts: IndexArray, period: int) -> tuple[IndexArray, IndexArray]:
+    """`counts[i]` events of i, from `first[i]` on, one each period: (when, i) in order of when, then of i."""
+    total = int(np.add.reduce(counts))
+    if not total:
+        return counts[:0], counts[:0]
+    who = np.repeat(np.arange(len(counts)), counts)
+    nth = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+    when = first[who] + nth * period
+    order = np.argsort(when, kind="stable")
+    return when[order], who[order]

@@ -1,0 +1,400 @@
+"""Leaps against stepping one by one: equal to the nanosecond, to the decision, and to the block in the pool.
+
+Durations are whole microseconds, and commands arrive at the very moments at which a run has something ending, or a
+nanosecond beside them, so the boundary between what a plan has seen and what it has not is where the tests look.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import simpy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mutants.patching import Rewrite
+
+import asyncsched.metrics
+import asyncsched.residency
+import asyncsched.scheduler
+import asyncsched.stretch
+import sim.costs
+import sim.engine
+import sim.lanes
+from asyncsched.config import EngineConfig
+from asyncsched.pipeline import Abort, Command, Pause, Resume, Submit
+from asyncsched.request import SamplingParams
+from asyncsched.scheduler import Scheduler
+from asyncsched.timeline import Timeline
+from sim.costs import CostModel
+from sim.engine import END, SimEngine
+from sim.run import simulate
+from sim.scenario import Scenario, load_preset
+
+
+class Entry(NamedTuple):
+    """A command and when it arrives. `last` is where the last token of a submitted request will stand."""
+
+    time_ns: int
+    command: Command
+    last: int = 0
+
+
+class Case(NamedTuple):
+    config: EngineConfig
+    scenario: Scenario  # for its prices
+    script: tuple[Entry, ...]
+
+
+def run(case: Case, *, leaps: bool) -> tuple[dict[str, Any], SimEngine]:
+    """Everything that a run leaves behind."""
+    env, log = simpy.Environment(), []
+    last = np.array([entry.last for entry in case.script if isinstance(entry.command, Submit)], dtype=np.int64)
+    scheduler = Scheduler(case.config, log=log)
+    ended, end = [], scheduler._end
+    scheduler._end = lambda *args: ended.append(end(*args)) or ended[-1]
+    engine = SimEngine(env, scheduler, prices(case), last, timeline=Timeline(), leaps=leaps)
+    env.process(_world(env, engine, case.script))
+    env.run(env.process(engine.run()))
+    metrics, rows, pool = engine.metrics, scheduler.rows, scheduler.residency.pool
+    count = metrics.num_requests
+    return {
+        "log": log,
+        "spans": engine.timeline.spans,
+        "end": env.now,
+        "busy": engine.account.busy,
+        "idle": engine.account.idle,
+        "steps": engine.steps,
+        "kv_peak": engine.kv_peak,
+        "counts": scheduler.counts,
+        "plans": scheduler.plans,
+        "preemptions": scheduler.preemptions,
+        "tokens": (metrics.output_tokens, metrics.overshoot_tokens, metrics.ended, engine.rejections),
+        "requests": [
+            values[:count].tolist()
+            for values in (metrics.arrival_ns, metrics.first_ns, metrics.last_ns, metrics.num_tokens, metrics.completed)
+        ],
+        "gaps": metrics.gaps().tolist(),
+        "ended": [(notice.request_id, notice.reason, notice.token_ids.tolist()) for notice in ended],
+        "free": (pool._free, list(pool._cached), pool._block_of, pool._last_use, rows._free),
+        "table": rows.table.tolist(),
+    }, engine
+
+
+def prices(case: Case) -> CostModel:
+    return case.scenario.costs()
+
+
+def _world(env: simpy.Environment, engine: SimEngine, script: tuple[Entry, ...]):
+    number = 0
+    for time_ns, command, _ in script:
+        if time_ns > env.now:
+            yield env.timeout(time_ns - env.now)
+        if isinstance(command, Submit):
+            engine.metrics.arrived(number, int(env.now))
+            number += 1
+        engine.inbox.put(command)
+        engine.notify()
+    engine.inbox.close()
+    engine.notify()
+    yield env.timeout(0)
+
+
+def check(case: Case) -> SimEngine:
+    """Both ways give the same; the engine that leaped."""
+    one_by_one, stepped = run(case, leaps=False)
+    at_once, leaping = run(case, leaps=True)
+    assert not stepped.leaped
+    for key, value in one_by_one.items():
+        assert at_once[key] == value, key
+    return leaping
+
+
+MICROSECONDS = st.integers(0, 40).map(float)
+OFFSETS = [0, 0, 0, -1, 1]
+
+
+@st.composite
+def submissions(draw: st.DrawFn, number: int, block_size: int) -> tuple[Submit, int]:
+    """A request with a prompt that others share the start of; it may be ended by its content."""
+    prompt = draw(st.integers(1, 24))
+    shared = draw(st.integers(0, prompt))
+    tokens = np.concatenate((np.arange(10, 10 + shared), np.full(prompt - shared, 100 + number))).astype(np.int32)
+    most = draw(st.integers(1, 60))
+    stop = draw(st.sampled_from([(), (), (), (END,), (END,), (END, 7)]))
+    output = draw(st.integers(1, most)) if stop else most
+    params = SamplingParams(max_tokens=most, stop_token_ids=stop)
+    return Submit(str(number), tokens, params, draw(st.integers(0, 2))), prompt + output - 1
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, config: EngineConfig) -> Scenario:
+    host = {f"{kind}_us": draw(MICROSECONDS) for kind in ("plan", "fill", "launch", "commit")}
+    host |= {f"{kind}_us_per_seq": draw(st.sampled_from([0.0, 1.0, 1.3])) for kind in ("plan", "fill", "commit")}
+    gpu = draw(
+        st.sampled_from(
+            [
+                {"kind": "constant", "step_us": 0.0},
+                {"kind": "constant", "step_us": 30.0, "us_per_decode_seq": 2.0},
+                {"kind": "constant", "step_us": 100.0, "us_per_kv_token": 0.7, "us_per_prefill_token": 3.0},
+                {"kind": "roofline", "model": "llama-1b", "device": "h200", "memory_efficiency": 0.7},
+            ]
+        )
+    )
+    jitter = {"kind": "lognormal", "host_sigma": 0.4, "copy_sigma": 0.3, "gpu_sigma": 0.2}
+    return Scenario.from_dict(
+        {
+            "depth": config.depth,
+            "seed": draw(st.integers(0, 3)),
+            "host": host,
+            "copy": {"h2d_latency_us": draw(MICROSECONDS), "d2h_latency_us": draw(MICROSECONDS), "h2d_gb_s": 0.1},
+            "gpu": gpu,
+            "overlap": {"gpu_contention": 1.05, "exposed_output_sync_us": draw(st.sampled_from([0.0, 0.0, 7.0]))},
+            "jitter": draw(st.sampled_from([{"kind": "none"}, {"kind": "none"}, jitter])),
+            "workload": {  # its prices are what is used of it
+                "kind": "synthetic",
+                "num_requests": 1,
+                "prompt": {"kind": "fixed", "tokens": 1},
+                "output": {"kind": "fixed", "tokens": 1},
+                "arrivals": {"kind": "all-at-once"},
+            },
+        }
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
+    asked = [draw(submissions(number, block_size)) for number in range(draw(st.integers(1, 6)))]
+    largest = max(-(-(len(ask.prompt) + ask.params.max_tokens) // block_size) for ask, _ in asked)
+    depth = draw(st.integers(1, 4))
+    most = draw(st.sampled_from([6, 4, 3, 2, 1]))
+    config = EngineConfig(
+        depth=depth,
+        batching=draw(st.sampled_from(["continuous", "static"])) if depth == 1 else "continuous",
+        max_num_seqs=most,
+        max_num_batched_tokens=draw(st.sampled_from([64, 64, 16, 5, 2])),
+        max_model_len=100,
+        block_size=block_size,
+        num_blocks=largest * draw(st.sampled_from([1, 1, 2, 6])) + draw(st.integers(0, 3)),
+        enable_prefix_caching=draw(st.booleans()),
+        enable_chunked_prefill=draw(st.sampled_from([True, True, False])),
+        sliding_window=draw(st.sampled_from([None, None, None, 9])),
+        decode_buckets=draw(st.sampled_from([(), tuple(b for b in (1, 2, 4) if b <= most)])),
+        admission=draw(st.sampled_from(["fcfs", "priority", "shortest-prompt"])),
+        victim=draw(st.sampled_from(["latest-arrival", "lowest-priority", "least-progress"])),
+        reservation=draw(st.sampled_from(["optimistic", "optimistic", "worst-case"])),
+        preemption=draw(st.sampled_from(["recompute", "offload"])),
+        num_host_blocks=draw(st.sampled_from([100, 4])),
+    )
+    scenario = draw(scenarios(config))
+    early = draw(st.integers(1, len(asked)))
+    script = [Entry(0, *ask) for ask in asked[:early]]
+    _, engine = run(Case(config, scenario, tuple(script)), leaps=False)
+    ends = sorted({span.end_ns for span in engine.timeline.spans}) or [0]
+    for ask in asked[early:]:
+        script.append(Entry(_moment(draw, ends), *ask))
+    for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2]))):
+        script.append(Entry(_moment(draw, ends), Abort(str(draw(st.integers(0, 6))))))
+    if draw(st.integers(0, 5)) == 0:
+        moment = _moment(draw, ends)
+        script += [Entry(moment, Pause(draw(st.booleans()))), Entry(moment + draw(st.integers(0, 300_000)), Resume())]
+    return Case(config, scenario, tuple(sorted(script, key=lambda entry: entry.time_ns)))
+
+
+def _moment(draw: st.DrawFn, ends: list[int]) -> int:
+    return max(ends[draw(st.integers(0, 400)) % len(ends)] + draw(st.sampled_from(OFFSETS)), 0)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_leaps_change_nothing(case: Case) -> None:
+    check(case)
+
+
+# ---- fixed runs, and faults planted into leaps ----------------------------------------------------------------------
+
+
+def fixed_case(
+    depth: int,
+    *,
+    requests: int = 12,
+    stop: bool = False,
+    jitter: bool = False,
+    pause: bool = False,
+    abort: bool = False,
+    blocks: int = 200,
+    **engine: Any,
+) -> Case:
+    """Requests of different lengths. The later ones arrive when the earlier ones have something ending, or a
+    nanosecond before or after."""
+    settings = {"max_num_seqs": 8, "max_model_len": 128, "block_size": 4, "num_blocks": blocks}
+    config = EngineConfig(depth=depth, **{**settings, **engine})
+    data = {
+        "depth": depth,
+        "host": {"plan_us": 5.0, "fill_us": 3.0, "launch_us": 2.0, "commit_us": 4.0, "commit_us_per_seq": 0.5},
+        "copy": {"h2d_latency_us": 6.0, "d2h_latency_us": 5.0},
+        "gpu": {"kind": "constant", "step_us": 16.0, "us_per_kv_token": 0.1},
+        "overlap": {"exposed_output_sync_us": 1.0},
+        "workload": load_preset("h200-llama-8b").to_dict()["workload"],
+    }
+    if jitter:
+        data["jitter"] = {"kind": "lognormal", "host_sigma": 0.8, "copy_sigma": 0.5, "gpu_sigma": 0.5}
+    scenario = Scenario.from_dict(data)
+    asks = []
+    for number in range(requests):
+        prompt = np.concatenate((np.arange(9), np.full(number % 3, 50 + number))).astype(np.int32)
+        output = 20 + 37 * number % 50
+        params = SamplingParams(max_tokens=output + 15 * stop, stop_token_ids=(END,) if stop else ())
+        asks.append((Submit(str(number), prompt, params), len(prompt) + output - 1))
+    script = [Entry(0, *ask) for ask in asks[:5]]
+    _, engine_before = run(Case(config, scenario, tuple(script)), leaps=False)
+    ends = sorted({span.end_ns for span in engine_before.timeline.spans if span.lane == "host"})
+    for place, ask in enumerate(asks[5:]):
+        script.append(Entry(ends[(place + 1) * len(ends) // 9] + (0, 0, -1, 1)[place % 4], *ask))
+    if pause:
+        script += [Entry(ends[len(ends) // 2], Pause()), Entry(ends[-1] * 2, Resume())]
+    if abort:
+        script.append(Entry(ends[len(ends) // 2], Abort("1")))
+    return Case(config, scenario, tuple(sorted(script, key=lambda entry: entry.time_ns)))
+
+
+CASES = {
+    "sync": lambda: fixed_case(1),
+    "sync, paused for a while": lambda: fixed_case(1, requests=5, pause=True),
+    "async, one is aborted": lambda: fixed_case(2, requests=5, abort=True),
+    "one request": lambda: fixed_case(2, requests=1),
+    "async": lambda: fixed_case(2),
+    "async, content stops, jitter": lambda: fixed_case(2, stop=True, jitter=True),
+    "three in flight, jitter, prefixes": lambda: fixed_case(3, jitter=True, enable_prefix_caching=True),
+    "four in flight, content stops": lambda: fixed_case(4, stop=True),
+    "few seats, a queue": lambda: fixed_case(2, max_num_seqs=3),
+    "few blocks, offload": lambda: fixed_case(2, blocks=45, preemption="offload", enable_prefix_caching=True),
+    "few blocks, cached ones reused": lambda: fixed_case(2, blocks=60, enable_prefix_caching=True, max_num_seqs=3),
+    "static": lambda: fixed_case(1, batching="static"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fixed_runs_leap_and_stay_equal(name: str) -> None:
+    engine = check(CASES[name]())
+    assert engine.leaped > 0.3 * engine.steps
+
+
+class Fault(NamedTuple):
+    """`old` is `new` in the source of `owner.name`."""
+
+    what: str
+    owner: Any
+    name: str
+    old: str
+    new: str
+
+
+LANES, ENGINE, SCHEDULER = sim.lanes.Lanes, sim.engine.SimEngine, asyncsched.scheduler.Scheduler
+FAULTS = (
+    Fault("a plan at the moment of an arrival leaps over it", LANES, "decode", "host >= until", "host > until"),
+    Fault("input copies do not queue", LANES, "decode", "host if host > h2d else h2d", "host"),
+    Fault(
+        "the compute lane is not held for the output", LANES, "decode", "gate if gate > compute else compute", "compute"
+    ),
+    Fault("output copies do not queue", LANES, "decode", "compute if compute > d2h else d2h", "compute"),
+    Fault("the host does not wait for the step", LANES, "decode", "if done > host:", "if False:"),
+    Fault("idle time is counted again", LANES, "decode", "idle = 0", "pass"),
+    Fault("waiting for input counts as the host's", LANES, "decode", "start - ready", "start - free"),
+    Fault("the end of a step is forgotten", LANES, "decode", "last_end_ns = last", "last_end_ns += 0"),
+    Fault(
+        "steps land with their slots exchanged", LANES, "decode", "stretch.slots[place %", "stretch.slots[(place + 1) %"
+    ),
+    Fault("a step lands without its output", LANES, "decode", "returned(slot)] = returned", "returned(slot)] += 0"),
+    Fault(
+        "prices of the step before",
+        ENGINE,
+        "_leap",
+        "shape(stretch, 0), stretch.step",
+        "shape(stretch, 0), stretch.step - 1",
+    ),
+    Fault("KV read starts a step early", ENGINE, "_leap", "_decode_shape(stretch, 0)", "_decode_shape(stretch, -1)"),
+    Fault("commits priced as those to come", ENGINE, "_leap", "commits + prices.commit", "prices.commit + commits"),
+    Fault("leaps over the end of a request", ENGINE, "_leap", "len(in_flight) - 1)", "len(in_flight) + 1)"),
+    Fault("KV peak is not looked at", ENGINE, "_land", "max(self.kv_peak, passed.most_held)", "self.kv_peak"),
+    Fault(
+        "tokens at the times before",
+        ENGINE,
+        "_land",
+        "times[len(passed.outputs) :]",
+        "times[: len(times) - len(passed.outputs)]",
+    ),
+    Fault("shapes of landed steps are stale", ENGINE, "_land", "plan.step >= stretch.step", "plan.step < stretch.step"),
+    Fault("KV read does not grow", sim.costs.LaneCosts, "decode_prices", "shape.num_seqs * np", "0 * np"),
+    Fault("one draw for a stretch", sim.costs.JitteredCosts, "decode_prices", "step + place", "step"),
+    Fault(
+        "a length limit is passed", SCHEDULER, "stretch", "r.last_end[rows] - starts)", "r.last_end[rows] - starts) + 1"
+    ),
+    Fault("the queue is not looked at", SCHEDULER, "_may_admit", "< self.config.max_num_seqs", "< 0"),
+    Fault("seats are kept", SCHEDULER, "advance", "if steps == stretch.steps:", "if steps < 0:"),
+    Fault("the first mask carries nothing", SCHEDULER, "stretch", "> self._settled", "> self._next_step"),
+    Fault("early steps take no blocks", SCHEDULER, "advance", "starts + place)", "starts - 999)"),
+    Fault("plans are not counted", SCHEDULER, "_pass", "last - first", "0"),
+    Fault("tokens are not settled", asyncsched.stretch, "settle", "starts + commits + 1", "starts + commits"),
+    Fault("rows are not settled", SCHEDULER, "advance", "stretch.step + commits - 1", "stretch.step - 1"),
+    Fault("masks name the slot of the step", asyncsched.stretch.Stretch, "plan", "(place - 1)", "place"),
+    Fault(
+        "blocks in order of rows",
+        asyncsched.stretch,
+        "_repeated",
+        'np.argsort(when, kind="stable")',
+        "np.arange(total)",
+    ),
+    Fault("blocks come a step early", asyncsched.stretch, "_crossings", "size - starts", "size - starts - 1"),
+    Fault("more steps than blocks", asyncsched.stretch, "affordable", "int(places[available])", "steps"),
+    Fault(
+        "blocks are shared before they are full",
+        asyncsched.stretch,
+        "_grow_and_share",
+        "left - 1 + ahead",
+        "left - 2 + ahead",
+    ),
+    Fault("the last full block is not shared", asyncsched.stretch, "_grow_and_share", "size + 1, size)", "size, size)"),
+    Fault(
+        "gaps of the first request for all",
+        asyncsched.metrics.ServingMetrics,
+        "delivered_each",
+        "repeat(count,",
+        "repeat(1,",
+    ),
+    Fault("tokens counted once", asyncsched.metrics.ServingMetrics, "delivered_each", "+= steps", "+= 1"),
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what.replace(" ", "-"))
+def test_planted_faults_are_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [make() for make in CASES.values()]  # drawn before there is a fault
+    changed = Rewrite(fault.name, ((fault.old, fault.new),)).changed(vars(fault.owner)[fault.name])
+    monkeypatch.setattr(fault.owner, fault.name, changed)
+    if fault.name == "settle":
+        monkeypatch.setattr(asyncsched.scheduler, fault.name, changed)
+    if fault.name == "affordable":
+        monkeypatch.setattr(asyncsched.scheduler, fault.name, changed)
+    assert any(_is_found(case) for case in cases)
+
+
+def _is_found(case: Case) -> bool:
+    try:
+        check(case)
+    except (AssertionError, ValueError, IndexError, sim.engine.StuckError):
+        return True
+    return False
+
+
+def test_presets_leap_to_the_same_report() -> None:
+    for name in ("h200-llama-8b", "hf-8b-mixed"):
+        scenario = load_preset(name, ["workload.limit=30"] if name == "h200-llama-8b" else ["workload.num_requests=40"])
+        reports = []
+        for leaps in (False, True):
+            result = simulate(scenario, leaps=leaps, spans=True, decisions=True)
+            report = result.summary()
+            del report["wall_s"]
+            reports.append((report, result.log, result.timeline))
+        assert reports[0] == reports[1]
