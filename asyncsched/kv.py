@@ -121,11 +121,15 @@ class BlockPool:
         fence     the step whose copies touch the blocks; they are not available before `settle(fence)`, not even when
                   somebody else owns them until then
         """
+        owners = self._owners
+        if fence is None and not self._copied and not [block for block in blocks if owners[block] != 1]:
+            self._release_sole(blocks, last_use)
+            return
         for block in reversed(blocks):
-            left = self._owners[block] - 1
+            left = owners[block] - 1
             if left < 0:
                 raise ValueError(f"block {block} has no owner to release")
-            self._owners[block] = left
+            owners[block] = left
             self._last_use[block] = max(self._last_use[block], last_use)
             until = max(self._copied.pop(block, NO_STEP), NO_STEP if fence is None else fence)
             if left:
@@ -135,6 +139,19 @@ class BlockPool:
                 self._retire(block)
             else:
                 self._fence(block, until)
+
+    def _release_sole(self, blocks: Sequence[int], last_use: int) -> None:
+        """The usual case, in short: one owner each, and no copies."""
+        owners, used, named = self._owners, self._last_use, self._hash_of
+        for block in blocks:
+            owners[block] = 0
+            if used[block] < last_use:
+                used[block] = last_use
+        if named:
+            for block in reversed(blocks):
+                self._retire(block)
+        else:
+            self._free.extend(reversed(blocks))
 
     def settle(self, step: int) -> None:
         """The step was collected: what its copies touched is available again."""

@@ -56,7 +56,7 @@ class ServingMetrics:
             self.output_tokens += len(requests)
             before = self.last_ns[requests]
             self.last_ns[requests] = now_ns
-            if np.count_nonzero(requests[1:] == requests[:-1]):
+            if True in (requests[1:] == requests[:-1]).tobytes():
                 # Tokens held back for a stop string arrive together: no time passes between them.
                 np.add.at(self.num_tokens, requests, 1)
                 again = np.concatenate(([False], requests[1:] == requests[:-1]))
@@ -96,7 +96,7 @@ class ServingMetrics:
 
     def _record_first(self, requests: NDArray[np.int64], before: NDArray[np.int64], now_ns: int) -> None:
         started = before != NOT_YET
-        if np.count_nonzero(started) != len(requests):
+        if False in started.tobytes():
             self.first_ns[requests[~started]] = now_ns
             before = before[started]
         self._record_gaps(before, now_ns)
@@ -105,8 +105,8 @@ class ServingMetrics:
         """Requests that got their last token together have equal gaps, so a step needs few numbers."""
         if not len(before):
             return
-        last = int(before[0])
-        if np.count_nonzero(before == last) == len(before):
+        last = before.item(0)
+        if False not in (before == last).tobytes():
             self._gaps.append(now_ns - last)
             self._gap_counts.append(len(before))
         else:

@@ -67,18 +67,10 @@ class Residency:
             self.rows.write_table(rows, self.rows.num_blocks[rows], self.pool.allocate(len(rows)))
             self.rows.num_blocks[rows] += 1
 
-    def grow_many(self, rows: IndexArray) -> None:
-        """One more block for each entry of `rows`, in order; a row may be there more than once. Only for a pool without
-        cached blocks: free ones come off one stack, together or one by one."""
-        r = self.rows
-        if not len(rows):
-            return
-        order = np.argsort(rows, kind="stable")
-        in_order = rows[order]
-        nth = np.empty_like(rows)
-        nth[order] = np.arange(len(rows)) - np.searchsorted(in_order, in_order)
-        r.write_table(rows, r.num_blocks[rows] + nth, self.pool.allocate(len(rows)))
-        np.add.at(r.num_blocks, rows, 1)
+    def grow_many(self, rows: IndexArray, columns: IndexArray) -> None:
+        """A block for each of these entries of tables, in order; `num_blocks` is the caller's to raise. Only for a pool
+        without cached blocks: free ones come off one stack, together or one by one."""
+        self.rows.write_table(rows, columns, self.pool.allocate(len(rows)))
 
     # ---- giving ----------------------------------------------------------------------------------------------------
 

@@ -235,13 +235,14 @@ class Scheduler:
         config, r = self.config, self.rows
         if len(rows) > config.max_num_batched_tokens or config.sliding_window is not None or self._may_admit(len(rows)):
             return None
-        if np.count_nonzero(r.scrutinise[rows]):
+        if True in r.scrutinise[rows].tobytes():
             return None
         starts = r.planned[rows]
-        steps = affordable(self.residency, rows, starts, int(np.min(r.last_end[rows] - starts)))
+        steps = affordable(self.residency, rows, starts, int(np.minimum.reduce(r.last_end[rows] - starts)))
         if steps < 2:
             return None
-        carry = np.where(r.sampled_at[rows] > self._settled, r.source[rows], NO_SOURCE)
+        carry = r.source[rows]
+        carry[r.sampled_at[rows] <= self._settled] = NO_SOURCE
         bucket = self._bucket(len(rows))
         return Stretch(
             self._next_step, steps, rows, r.request[rows], starts, carry, self._slot_base, tuple(slots), bucket
@@ -258,14 +259,16 @@ class Scheduler:
         """
         r, rows, starts, ahead = self.rows, stretch.rows, stretch.starts, len(in_flight)
         pool = self.residency.pool
-        if not 1 <= steps <= stretch.steps or np.count_nonzero(r.stop_token[rows] == token):
+        if not 1 <= steps <= stretch.steps or True in (r.stop_token[rows] == token).tobytes():
             raise ValueError(f"{steps} steps of {stretch.steps} with token {token}")
         early = min(steps, ahead)
         outputs: list[StepOutput] = []
         most_held = 0
         for place in range(early):
             self._pass(stretch, place, place + 1)
-            self.residency.grow(rows[self.residency.lacks_block(rows, starts + place)])
+            lacks = self.residency.lacks_block(rows, starts + place if place else starts)
+            if True in lacks.tobytes():
+                self.residency.grow(rows[lacks])
             most_held = max(most_held, pool.num_held)
             outputs.append(self.commit(in_flight[place], tokens[place]))
         if self._decode is not rows:

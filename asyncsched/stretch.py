@@ -81,7 +81,7 @@ def affordable(residency: Residency, rows: IndexArray, starts: IndexArray, steps
     size, available = residency.config.block_size, residency.pool.available
     if len(rows) * (steps // size + 1) <= available:
         return steps
-    places, _ = _crossings(residency.rows, rows, starts, steps)
+    places, _, _ = _crossings(residency.rows, rows, starts, steps)
     return steps if len(places) <= available else int(places[available])
 
 
@@ -90,16 +90,19 @@ def settle(
 ) -> None:
     """Steps `ahead`..`steps` - 1 are planned; the first `commits` are committed, and sampled `token` for every row."""
     r = residency.rows
-    if commits:
-        columns: NDArray[np.int64] = starts[:, None] + np.arange(1, commits + 1)
-        r.tokens[rows[:, None], columns] = token
-    if not residency.config.enable_prefix_caching or not commits:
-        residency.grow_many(rows[_crossings(r, rows, starts, steps)[1]])
-    else:
+    columns: NDArray[np.int64] = starts[:, None] + np.arange(1, commits + 1)
+    r.tokens[rows[:, None], columns] = token
+    if residency.config.enable_prefix_caching:
         _grow_and_share(residency, rows, starts, ahead, steps, commits)
-    if commits:
-        r.computed[rows] = starts + commits
-        r.known[rows] = starts + commits + 1
+    else:
+        _, who, nth = _crossings(r, rows, starts, steps)
+        if len(who):
+            grown = rows[who]
+            residency.grow_many(grown, r.num_blocks[grown] + nth)
+            r.num_blocks[rows] = np.maximum(r.num_blocks[rows], -(-(starts + steps) // r.block_size))
+    computed = starts + commits
+    r.computed[rows] = computed
+    r.known[rows] = computed + 1
 
 
 def _grow_and_share(
@@ -108,29 +111,38 @@ def _grow_and_share(
     """Step `place` is planned, then step `place - ahead` is committed: blocks that are taken may hold old prefixes,
     blocks that fill up become shareable, and both in this order."""
     size = residency.config.block_size
-    grown, growing = _crossings(residency.rows, rows, starts, steps)
+    grown, growing, _ = _crossings(residency.rows, rows, starts, steps)
     left = size - starts % size  # steps until a block is full
-    filled, filling = _repeated(left - 1 + ahead, np.maximum(commits - left, -size) // size + 1, size)
+    filled, filling, _ = _repeated(left - 1 + ahead, np.maximum(commits - left, -size) // size + 1, size)
     for place in np.union1d(grown, filled).tolist():
         residency.grow(rows[growing[grown == place]])
         for who in filling[filled == place].tolist():
             residency.share_filled(int(rows[who]), (int(starts[who]) + place - ahead) // size)
 
 
-def _crossings(rows: Rows, which: IndexArray, starts: IndexArray, steps: int) -> tuple[IndexArray, IndexArray]:
-    """Where rows need another block in the first `steps` steps: (step, index into `which`), by step, then by row."""
+class _Events(NamedTuple):
+    """Event `nth` of `who`, an index into the rows of the stretch, is at step `when`; by step, then by row."""
+
+    when: IndexArray
+    who: IndexArray
+    nth: IndexArray
+
+
+def _crossings(rows: Rows, which: IndexArray, starts: IndexArray, steps: int) -> _Events:
+    """Where rows need another block in the first `steps` steps."""
     size = rows.block_size
     room = rows.num_blocks[which] * size - starts  # steps that the blocks suffice for
     return _repeated(room, np.maximum(-((room - steps) // size), 0), size)
 
 
-def _repeated(first: IndexArray, counts: IndexArray, period: int) -> tuple[IndexArray, IndexArray]:
-    """`counts[i]` events of i, from `first[i]` on, one each period: (when, i) in order of when, then of i."""
-    total = int(np.add.reduce(counts))
+def _repeated(first: IndexArray, counts: IndexArray, period: int) -> _Events:
+    """`counts[i]` events of i, from step `first[i]` on, one each period."""
+    ends = np.add.accumulate(counts)
+    total = int(ends[-1])
     if not total:
-        return counts[:0], counts[:0]
-    who = np.repeat(np.arange(len(counts)), counts)
-    nth = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        return _Events(counts[:0], counts[:0], counts[:0])
+    who = np.arange(len(counts)).repeat(counts)
+    nth = np.arange(total) - (ends - counts)[who]
     when = first[who] + nth * period
-    order = np.argsort(when, kind="stable")
-    return when[order], who[order]
+    order = when.argsort(kind="stable")
+    return _Events(when[order], who[order], nth[order])

@@ -207,6 +207,7 @@ class LaneCosts:
     """The prices of a scenario's sections. Everything is worked out beforehand: a call is a few multiplications."""
 
     __slots__ = (
+        "_constant",
         "_contention",
         "_d2h",
         "_forward",
@@ -244,6 +245,7 @@ class LaneCosts:
         self._offload = (copy.d2h_latency_us * 1e3, block_bytes * d2h)
         self._restore = (copy.h2d_latency_us * 1e3, block_bytes * h2d)
         self._forward = gpu.pricer()
+        self._constant: dict[int, tuple[int, ...]] = {}  # of pure decode steps, by sequences: all but the forward pass
         self._forwards = gpu.pricer(np.maximum)  # of several steps at once: the sizes that differ are arrays
         self._contention = overlap.gpu_contention if depth > 1 else 1.0
         self._output_sync = round(overlap.exposed_output_sync_us * 1e3) if depth > 1 else 0
@@ -276,17 +278,14 @@ class LaneCosts:
         return self._output_sync
 
     def decode_prices(self, shape: StepShape, step: int, count: int) -> DecodePrices:
-        read: Any = shape.kv_tokens + shape.num_seqs * np.arange(count)
-        forward = self._forwards(shape._replace(kv_tokens=read, attn_pairs=read)) * self._contention
-        return DecodePrices(
-            [self.host_ns("plan", shape, step)] * count,
-            [self.host_ns("fill", shape, step)] * count,
-            [self.host_ns("launch", shape, step)] * count,
-            [self.h2d_ns(shape, step)] * count,
-            np.broadcast_to(np.rint(forward), count).astype(np.int64).tolist(),
-            [self.d2h_ns(shape, step)] * count,
-            [self.host_ns("commit", shape, step)] * count,
-        )
+        read: Any = np.arange(shape.kv_tokens, shape.kv_tokens + shape.num_seqs * count, shape.num_seqs)
+        forward = np.rint(self._forwards(shape._replace(kv_tokens=read, attn_pairs=read)) * self._contention)
+        constant = self._constant.get(shape.num_seqs)
+        if constant is None:
+            host = [self.host_ns(kind, shape, step) for kind in ("plan", "fill", "launch", "commit")]
+            constant = self._constant[shape.num_seqs] = (*host, self.h2d_ns(shape, step), self.d2h_ns(shape, step))
+        plan, fill, launch, commit, h2d, d2h = ([price] * count for price in constant)
+        return DecodePrices(plan, fill, launch, h2d, [int(price) for price in forward.tolist()], d2h, commit)
 
 
 class JitteredCosts:
