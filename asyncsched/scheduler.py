@@ -243,9 +243,18 @@ class Scheduler:
             return None
         carry = r.source[rows]
         carry[r.sampled_at[rows] <= self._settled] = NO_SOURCE
-        bucket = self._bucket(len(rows))
+        bucket = _bucket(config.decode_buckets, len(rows))
         return Stretch(
-            self._next_step, steps, rows, r.request[rows], starts, carry, self._slot_base, tuple(slots), bucket
+            self._next_step,
+            steps,
+            rows,
+            r.request[rows],
+            starts,
+            carry,
+            self._slot_base,
+            tuple(slots),
+            bucket,
+            0 if bucket else _bucket(config.mixed_buckets, len(rows)),
         )
 
     def advance(

@@ -11,7 +11,7 @@ committed as ever, since they may hold prefills and last tokens; block allocatio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ class Stretch:
     carry      int64[n], the carry-over mask of the first plan
     sources    per slot: int64[>= n], where a step in it leaves the tokens of its rows
     slots      the slots the plans take in turn
-    bucket     of each plan
+    bucket, mixed_bucket  of each plan
     """
 
     step: int
@@ -43,6 +43,7 @@ class Stretch:
     sources: Sequence[IndexArray]
     slots: tuple[int, ...]
     bucket: int
+    mixed_bucket: int = 0
 
     def plan(self, place: int) -> StepPlan:
         """The plan `place` steps after the first."""
@@ -56,9 +57,11 @@ class Stretch:
         else:
             carry = self.sources[slots[(place - 1) % len(slots)]][:n]
         step, slot = self.step + place, slots[place % len(slots)]
-        return StepPlan(
-            step, slot, self.rows, self.requests, starts, ends, n, carry, self.rows, ends, np.arange(n), n, self.bucket
+        at = np.arange(n)
+        plan = StepPlan(
+            step, slot, self.rows, self.requests, starts, ends, n, carry, self.rows, ends, at, n, self.bucket
         )
+        return replace(plan, mixed_bucket=self.mixed_bucket) if self.mixed_bucket else plan
 
 
 class Passed(NamedTuple):

@@ -170,6 +170,8 @@ class RooflineGpu(Section):
             total = overhead + larger(kv_token * (shape.kv_tokens + tokens), pair * shape.attn_pairs)
             if shape.bucket:  # rows that pad a decode batch are computed like real ones, but read no KV
                 tokens = samples = shape.bucket
+            elif shape.mixed_bucket:
+                tokens = shape.mixed_bucket
             compute = body_token * tokens
             total += body_memory if body_memory > compute else compute
             if samples:

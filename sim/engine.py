@@ -201,7 +201,7 @@ class SimEngine:
     def _decode_shape(self, stretch: Stretch, place: int) -> StepShape:
         n = len(stretch.rows)
         kv_tokens = int(np.add.reduce(stretch.starts)) + n * (place + 1)
-        return StepShape(n, n, 0, n, n, kv_tokens, kv_tokens, stretch.bucket)
+        return StepShape(n, n, 0, n, n, kv_tokens, kv_tokens, stretch.bucket, 0, 0, stretch.mixed_bucket)
 
     def _idle(self) -> Generator[simpy.Event, Any, None]:
         if len(self.inbox):  # something came while notices were delivered

@@ -202,7 +202,7 @@ class Lanes:
     ) -> None:
         """The spans that stepping would have recorded, in its order."""
         n = len(stretch.rows)
-        shape = StepShape(n, n, 0, n, n, 0, 0, stretch.bucket)
+        shape = StepShape(n, n, 0, n, n, 0, 0, stretch.bucket, 0, 0, stretch.mixed_bucket)
         for place, (detail, end) in enumerate(zip(details, times, strict=True)):
             begun, planned, filled, copied, h2d, launched, start, compute, read, d2h, collected = detail
             plan = stretch.plan(place)
