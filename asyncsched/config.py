@@ -34,6 +34,8 @@ class EngineConfig:
     sliding_window          keys a query sees, itself included; None means all
     decode_buckets          batch sizes that pure decode steps are padded to (CUDA graphs); () means no padding
     mixed_buckets           tokens that other steps are padded to, up to the largest; () means no padding
+    batch_invariant         tokens do not depend on who shares the batch: every step has one shape, that of the only
+                            mixed bucket, and decode rows are computed as prefills are
     admission               order of the queue: fcfs, priority, shortest-prompt, or module:Class
     victim                  who is preempted: latest-arrival, lowest-priority, least-progress, or module:Class
     reservation             blocks an admission must find free: optimistic, worst-case, or module:Class
@@ -54,6 +56,7 @@ class EngineConfig:
     sliding_window: int | None = None
     decode_buckets: tuple[int, ...] = ()
     mixed_buckets: tuple[int, ...] = ()
+    batch_invariant: bool = False
     admission: str = "fcfs"
     victim: str = "latest-arrival"
     reservation: str = "optimistic"
@@ -86,7 +89,7 @@ class EngineConfig:
             raise ConfigError("batching", self.batching, "use 'continuous' or 'static'")
         if self.batching == "static" and self.depth != 1:
             raise ConfigError("depth", self.depth, "static batching runs one step at a time: use 1")
-        for name in ("enable_prefix_caching", "enable_chunked_prefill"):
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "use true or false")
         if list(self.decode_buckets) != sorted(set(self.decode_buckets)) or any(
@@ -99,6 +102,10 @@ class EngineConfig:
         ):
             allowed = f"use increasing numbers of tokens from 1 to max_num_batched_tokens {self.max_num_batched_tokens}"
             raise ConfigError("mixed_buckets", self.mixed_buckets, allowed)
+        if self.batch_invariant and (self.decode_buckets or self.mixed_buckets != (self.max_num_batched_tokens,)):
+            shapes = f"decode_buckets {self.decode_buckets} and mixed_buckets {self.mixed_buckets}"
+            allowed = f"all steps must have one shape: use no decode_buckets, and max_num_batched_tokens, not {shapes}"
+            raise ConfigError("batch_invariant", self.batch_invariant, allowed)
 
     @property
     def max_blocks_per_seq(self) -> int:

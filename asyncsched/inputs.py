@@ -63,7 +63,8 @@ class SlotInputs:
     query_start   [S+1]  first token of each sequence
     seq_lens      [S]    KV length after the step
     logits_at     [S]    flat token position of each sampled row's last token
-    counts        [2]    sequences that decode, which come first, and all sequences; padding of a decode bucket included
+    counts        [2]    sequences that decode, which come first, and all sequences; with padding of a decode bucket.
+                         In batch-invariant steps none counts as decoding
     samples       [S, words_per_sample]  an executor's own, for each sampled row
     table         [rows + 1, max_blocks_per_seq]  block tables by row; the last row is all null, for padding
     """
@@ -74,6 +75,7 @@ class SlotInputs:
         largest_bucket = max(config.decode_buckets, default=0)
         self._full = max(config.max_num_batched_tokens, largest_bucket), max(config.max_num_seqs, largest_bucket)
         self._words_per_sample = words_per_sample
+        self._is_invariant = config.batch_invariant
         self._block_size = config.block_size
         self._max_blocks = config.max_blocks_per_seq
         self._layouts: dict[Buckets, tuple[Layout, NDArray[np.int64], tuple[Int32s, ...], Int32s]] = {}
@@ -190,7 +192,7 @@ class SlotInputs:
         self.query_start[0] = 0
         self.query_start[1 : plan.num_seqs + 1] = stops
         self.logits_at[: len(plan.sampled)] = stops[plan.sampled_at] - 1
-        self.counts[:] = plan.num_decodes, plan.num_seqs
+        self.counts[:] = 0 if self._is_invariant else plan.num_decodes, plan.num_seqs
         self._decode_size = -1
 
     def _pad(self, n: int, bucket: int) -> None:

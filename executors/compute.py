@@ -198,7 +198,7 @@ class ComputeLane:
             num_samples=num_seqs,
             max_query_len=mixed_bucket or 1,
             max_seq_len=self.config.max_model_len,
-            num_decodes=min(num_seqs, num_tokens),
+            num_decodes=0 if self.config.batch_invariant else min(num_seqs, num_tokens),
             is_padded=mixed_bucket > 0,
         )
         graph = torch.cuda.CUDAGraph()

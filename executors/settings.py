@@ -21,6 +21,7 @@ MEMORY_SHARE = 0.9  # of the free device memory, for the KV pool
 CPU_POOL_BYTES = 2**30
 DEFAULT_MODEL_LEN = 8192
 DEFAULT_SEQS = {"cuda": 256, "cpu": 16}
+INVARIANT_TOKENS = 256  # of every batch-invariant step: more make decoding slower, fewer make prefilling slower
 MAX_MIXED_BUCKET = 2048  # tokens whose products take a large model longer than the host takes to launch them
 OWN_SETTINGS = ("depth", "num_blocks", "vocab_size")  # of EngineConfig: arguments of their own, or the model's
 
@@ -46,7 +47,8 @@ def check_settings(depth: int, num_blocks: int | None, given: Mapping[str, Any])
         if not isinstance(buckets, list | tuple) or not all(type(size) is int for size in buckets):
             raise ConfigError(name, buckets, f"use a list of {of}")
     room = {"num_blocks": num_blocks} if num_blocks is not None else {}
-    EngineConfig(depth=depth, **room, **given)
+    shaped = {name: value for name, value in given.items() if name != "batch_invariant"}  # its shapes are not given yet
+    EngineConfig(depth=depth, **room, **shaped)
 
 
 def device_of(name: str) -> torch.device:
@@ -85,8 +87,15 @@ def engine_config(model: Model, depth: int, num_blocks: int | None, given: Mappi
         raise ConfigError("max_model_len", settings["max_model_len"], f"the model's context is {context} tokens")
     settings.setdefault("max_num_seqs", DEFAULT_SEQS[model.device.type])
     settings.setdefault("sliding_window", model.sliding_window)
+    captures_mixed = model.device.type == "cuda" and model.backend.captures_mixed
+    if settings.get("batch_invariant"):
+        if not captures_mixed:
+            raise ConfigError("batch_invariant", True, "it needs a CUDA device and the triton attention backend")
+        budget = settings.setdefault("max_num_batched_tokens", max(INVARIANT_TOKENS, settings["max_num_seqs"]))
+        settings.setdefault("decode_buckets", ())
+        settings.setdefault("mixed_buckets", (budget,))
     settings.setdefault("decode_buckets", default_buckets(settings["max_num_seqs"]))
-    if model.device.type == "cuda" and model.backend.captures_mixed:
+    if captures_mixed:
         budget = settings.get("max_num_batched_tokens", _default("max_num_batched_tokens"))
         settings.setdefault("mixed_buckets", default_mixed_buckets(budget))
     block_size = settings.get("block_size", _default("block_size"))

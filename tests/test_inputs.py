@@ -94,7 +94,8 @@ class InputsRun(Run):
                 ("logits_at", index),
             ):
                 arrays[name].append(value)
-        arrays["counts"] = [max(plan.num_decodes, plan.bucket), max(plan.num_seqs, plan.bucket)]
+        decodes = 0 if self.config.batch_invariant else plan.num_decodes
+        arrays["counts"] = [max(decodes, plan.bucket), max(plan.num_seqs, plan.bucket)]
         if plan.mixed_bucket:
             self.pad_mixed(arrays, plan)
         return arrays
@@ -145,6 +146,24 @@ def test_every_entry_of_padded_steps(case):
 )
 def test_every_entry_of_steps_in_mixed_buckets(case):
     InputsRun(case.config, case.script).run()
+
+
+@settings(max_examples=30)
+@given(
+    cases(
+        faults=False,
+        max_num_seqs=6,
+        max_num_batched_tokens=16,
+        decode_buckets=(),
+        mixed_buckets=(16,),
+        batch_invariant=True,
+        reservation="optimistic",
+    )
+)
+def test_batch_invariant_steps_have_one_shape_and_no_decodes(case):
+    run = InputsRun(case.config, case.script)
+    run.run()
+    assert {plan.mixed_bucket for plan in run.plans if plan.num_tokens} <= {16}
 
 
 def test_steps_in_mixed_buckets_occur():

@@ -17,6 +17,7 @@ from asyncsched.cli.inputs import AsJson, print_json
 from asyncsched.cli.kernels import kernel_share
 from asyncsched.cli.loading import (
     ENGINE,
+    BatchInvariant,
     Compile,
     Device,
     ModelName,
@@ -82,6 +83,7 @@ def bench(
     ] = None,
     device: Device = "auto",
     compile: Compile = None,
+    batch_invariant: BatchInvariant = False,
     settings: Settings = None,
     nvtx: Nvtx = False,
     as_json: AsJson = False,
@@ -104,6 +106,8 @@ def bench(
     depths = _depths(mode, depth)
     seats = sizes["requests"] if batch is None else _count("--batch", batch)
     engine = {"max_num_seqs": seats, **engine_settings(settings), "device": device, "compile": compile, "nvtx": nvtx}
+    if batch_invariant:
+        engine["batch_invariant"] = True
     what = _check_model(model, config, dummy_weights)
     require_torch(cuda_for="--profile" if profile else "")
     shape: Any = model

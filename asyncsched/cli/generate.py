@@ -14,6 +14,7 @@ from asyncsched.cli.chatting import chat as run_chat
 from asyncsched.cli.files import PICTURES, check_output
 from asyncsched.cli.loading import (
     ENGINE,
+    BatchInvariant,
     Compile,
     Device,
     ModelName,
@@ -60,6 +61,7 @@ def generate(
     ] = None,
     device: Device = "auto",
     compile: Compile = None,
+    batch_invariant: BatchInvariant = False,
     settings: Settings = None,
     nvtx: Nvtx = False,
     max_tokens: Annotated[str | None, _sampled("N", "Tokens at most. Without it: 256, or what fits.")] = None,
@@ -109,6 +111,7 @@ def generate(
         "compile": compile,
         "timeline": trace is not None or plot is not None,
         "nvtx": nvtx,
+        **({"batch_invariant": True} if batch_invariant else {}),
         **engine_settings(settings),
     }
     jobs, problems = _jobs(prompt, prompts, sampling, one_text=stream or chat)

@@ -38,6 +38,14 @@ Compile = Annotated[
         show_default=False,
     ),
 ]
+BatchInvariant = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant",
+        help="Tokens that do not depend on who shares the batch; slower. Needs CUDA.",
+        rich_help_panel=ENGINE,
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(

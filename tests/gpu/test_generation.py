@@ -10,6 +10,7 @@ from tiny_models import TINY, generate, reference_of
 
 from asyncsched.request import SamplingParams
 from executors.llm import LLM
+from executors.named_configs import named_config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -95,3 +96,27 @@ def test_start_up_says_where_there_are_no_graphs(name: str) -> None:
     assert "capturing the first CUDA graph" in said
     assert llm.graphs != any(line.startswith("CUDA graphs are off") for line in said)
     assert llm.graphs or name != "llama"
+
+
+def test_batch_invariant_tokens_do_not_depend_on_company() -> None:
+    """In bf16, with random weights whose near-ties any other order of sums would flip: alone, together, and evicted."""
+    config = named_config("llama-1b")
+    config.num_hidden_layers, config.vocab_size = 4, 8192
+    settings = {"block_size": 16, "max_num_seqs": 32, "max_model_len": 512, "max_num_batched_tokens": 64, "depth": 2}
+    draw = random.Random(1)
+    asked = [[draw.randrange(8192) for _ in range(draw.choice([3, 40, 100, 130]))] for _ in range(24)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=1)
+
+    def engine(**changes: object) -> LLM:
+        return LLM(config, device="cuda", dtype="bfloat16", dummy_weights=True, **{**settings, **changes})
+
+    def run(llm: LLM, prompts: list[list[int]]) -> list[object]:
+        outputs = [output.outputs[0] for output in llm.generate(prompts, sampling)]
+        return [(output.token_ids, output.logprobs) for output in outputs]
+
+    roomy, tight = engine(num_blocks=512, batch_invariant=True), engine(num_blocks=60, batch_invariant=True)
+    together = run(roomy, asked)
+    assert [run(roomy, [prompt])[0] for prompt in asked[:6]] == together[:6]
+    assert run(tight, asked) == together
+    assert tight.scheduler.preemptions > 0
+    assert run(engine(num_blocks=512), asked) != together  # so the comparison can fail
