@@ -101,7 +101,10 @@ def _edited(logits: Tensor, params: _Params, state: SamplerState) -> Tensor:
     tokens = state.edit_tokens.index_select(0, params.rows)
     values = state.edit_values.index_select(0, params.rows)
     index = torch.arange(MAX_EDITS, device=logits.device)
-    values = torch.where(index < params.ints(Word.NUM_EDITS), values, 0.0)
+    is_used = index < params.ints(Word.NUM_EDITS)
+    values = torch.where(is_used, values, 0.0)
+    # Unused edits go to tokens of their own: adding them all to one token would make them wait for each other.
+    tokens = torch.where(is_used, tokens, index % logits.shape[1])
     return logits.scatter_add(1, tokens, values)
 
 
