@@ -100,7 +100,8 @@ def compile_layers(
             by_kind[kind] = _compiled(type(layer).forward, settings)
         layer.forward = _Shared(by_kind[kind], layer)
     kv = allocate_kv(max(WARM_UP), WARM_UP_BLOCK_SIZE)
-    with warnings.catch_warnings():
+    # A number in a layer is a constant of its kind: as an input, which "dynamic" makes it, it costs a tensor per call.
+    with warnings.catch_warnings(), torch._dynamo.config.patch(specialize_float=True):
         warnings.simplefilter("ignore")  # the compiler's are about its own code
         for count in WARM_UP:
             chunks = [Chunk([0], 0, [1 + i]) for i in range(count)]
