@@ -4,6 +4,8 @@ The model's code stays as it is. A layer's `forward` is replaced, on the instanc
 and its arguments, in which the layer's weights are inputs; so layers that differ in their weights alone share it. A
 kind is what tells layers apart beyond that: shapes, and the numbers in them that steer their code. Attention stays an
 opaque operation inside. A step of one token is compiled once more, since the compiler makes that size a constant.
+
+Once all is compiled, layers are bound (`executors.bound`), if their results stay what they are, bit by bit.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from executors.bound import BoundLayer, Traced, recording
 from executors.errors import UnsupportedModelError
 from executors.kv_cache import KvCache
 from executors.step_view import Chunk, StepView, view_of
@@ -43,30 +45,53 @@ class CompileSettings:
     coordinate_descent  search for the parameters of generated kernels, step by step
     """
 
-    backend: str = "inductor"
+    backend: str | Callable[..., Any] = "inductor"
     max_autotune_gemm: bool = False
     coordinate_descent: bool = False
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Inductor's. Generated code is cached between runs, in TORCHINDUCTOR_CACHE_DIR or the temporary folder."""
+    def compile_graph(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The backend's code. Inductor's is cached between runs, in TORCHINDUCTOR_CACHE_DIR or the temporary folder."""
         if self.backend != "inductor":
-            return {}
-        return {
+            return torch._dynamo.lookup_backend(self.backend)(graph, inputs)
+        from torch._inductor.compile_fx import compile_fx  # slow to import, and only used here
+
+        options = {
             "fx_graph_cache": True,
             "max_autotune_gemm": self.max_autotune_gemm,
             "coordinate_descent_tuning": self.coordinate_descent,
         }
+        return compile_fx(graph, inputs, config_patches=options)
 
 
 class Compiled(NamedTuple):
-    """How many kinds of layers there were, and how long it took."""
+    """How many kinds of layers there were, how long it took, and whether calls go past the compiler's front end."""
 
     kinds: int
     seconds: float
+    is_bound: bool
 
     def __str__(self) -> str:
         return f"compiled {self.kinds} kind{'s' if self.kinds > 1 else ''} of layers in {self.seconds:.1f} s"
+
+
+class CompiledLayer:
+    """A layer's `forward`: the code of its kind, checked by the compiler's front end or bound."""
+
+    def __init__(self, layer: nn.Module, kind: _Kind) -> None:
+        self.layer = layer
+        self.kind = kind
+        self.bound: BoundLayer | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.bound is None:
+            return self.kind.checked(self.layer, *args, **kwargs)
+        return self.bound(*args, **kwargs)
+
+    def bind(self) -> None:
+        """Raises LookupError where the compiler made other code than for the sizes in WARM_UP."""
+        if len(self.kind.traced) != len(WARM_UP):
+            raise LookupError("the compiler made other code than for one token and for more")
+        self.bound = BoundLayer(self.layer, self.kind.parameters, *self.kind.traced)
 
 
 def decoder_layers(module: nn.Module, attention: Sequence[nn.Module]) -> list[nn.Module]:
@@ -93,58 +118,104 @@ def compile_layers(
     Raises what the compiler raises; `restore` undoes it.
     """
     started = time.perf_counter()
-    by_kind: dict[object, Callable[..., Any]] = {}
+    kinds: dict[object, _Kind] = {}
+    layers = []
     for layer in decoder_layers(module, attention):
-        kind = _kind(layer)
-        if kind not in by_kind:
-            by_kind[kind] = _compiled(type(layer).forward, settings)
-        layer.forward = _Shared(by_kind[kind], layer)
+        key = _key(layer)
+        if key not in kinds:
+            kinds[key] = _Kind.of(layer, settings)
+        layers.append(CompiledLayer(layer, kinds[key]))
+        layer.forward = layers[-1]
     kv = allocate_kv(max(WARM_UP), WARM_UP_BLOCK_SIZE)
     # A number in a layer is a constant of its kind: as an input, which "dynamic" makes it, it costs a tensor per call.
     with warnings.catch_warnings(), torch._dynamo.config.patch(specialize_float=True):
         warnings.simplefilter("ignore")  # the compiler's are about its own code
-        for count in WARM_UP:
-            chunks = [Chunk([0], 0, [1 + i]) for i in range(count)]
-            forward(view_of(chunks, block_size=WARM_UP_BLOCK_SIZE, device=kv.keys[0].device), kv)
-    return Compiled(len(by_kind), time.perf_counter() - started)
+        checked = _warm_up_logits(forward, kv)
+    is_bound = _bind(layers, lambda: _warm_up_logits(forward, kv), checked)
+    return Compiled(len(kinds), time.perf_counter() - started, is_bound)
+
+
+def _warm_up_logits(forward: Forward, kv: KvCache) -> list[torch.Tensor]:
+    """Of each step in WARM_UP: sequences of one token, in a block each."""
+    steps = [[Chunk([i + 1], 0, [1 + i]) for i in range(count)] for count in WARM_UP]
+    device = kv.keys[0].device
+    return [forward(view_of(chunks, block_size=WARM_UP_BLOCK_SIZE, device=device), kv) for chunks in steps]
+
+
+def _bind(
+    layers: Sequence[CompiledLayer], logits: Callable[[], list[torch.Tensor]], checked: list[torch.Tensor]
+) -> bool:
+    """Binds all layers if that leaves every bit of the logits as it was; returns whether it does."""
+    try:
+        for layer in layers:
+            layer.bind()
+        equal = all(map(torch.equal, logits(), checked))
+    except Exception:  # a layer that gives more than one tensor back, or takes one that isn't an argument
+        equal = False
+    if not equal:
+        for layer in layers:
+            layer.bound = None
+    return equal
 
 
 def restore(module: nn.Module) -> None:
     """Every layer runs as it was written again."""
-    for layer in _replaced(module):
-        del layer.forward
+    for compiled in _compiled(module):
+        del compiled.layer.forward
 
 
 @contextmanager
 def suspended(module: nn.Module) -> Iterator[None]:
     """Every layer runs as it was written meanwhile."""
-    layers = {layer: layer.forward for layer in _replaced(module)}
+    layers = _compiled(module)
     restore(module)
     try:
         yield
     finally:
-        for layer, forward in layers.items():
-            layer.forward = forward
+        for compiled in layers:
+            compiled.layer.forward = compiled
 
 
-def _replaced(module: nn.Module) -> list[nn.Module]:
-    return [layer for layer in module.modules() if isinstance(vars(layer).get("forward"), _Shared)]
+@contextmanager
+def checked(module: nn.Module) -> Iterator[None]:
+    """No layer is bound meanwhile: what steers its code may change, and is compiled again."""
+    layers = {compiled: compiled.bound for compiled in _compiled(module)}
+    for compiled in layers:
+        compiled.bound = None
+    try:
+        yield
+    finally:
+        for compiled, bound in layers.items():
+            compiled.bound = bound
 
 
-class _Shared(partial):  # type: ignore[type-arg]  # a type of its own tells it from other replacements
-    """The compiled function of a layer's kind, with the layer."""
+def _compiled(module: nn.Module) -> list[CompiledLayer]:
+    found = (vars(layer).get("forward") for layer in module.modules())
+    return [forward for forward in found if isinstance(forward, CompiledLayer)]
 
 
-def _compiled(forward: Callable[..., Any], settings: CompileSettings) -> Callable[..., Any]:
-    """The compiler keeps what it compiled by code object: each kind has a copy, to find its own at once."""
-    code = forward.__code__.replace()
-    copy = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return torch.compile(copy, backend=settings.backend, fullgraph=True, dynamic=True, options=settings.options or None)
+class _Kind(NamedTuple):
+    """What layers of a kind share: the compiled function, the names of its arguments, and what was made so far."""
+
+    checked: Callable[..., Any]
+    parameters: tuple[str, ...]
+    traced: list[Traced]
+
+    @classmethod
+    def of(cls, layer: nn.Module, settings: CompileSettings) -> _Kind:
+        """The compiler keeps what it made by code object: each kind has a copy, to find its own at once."""
+        forward = type(layer).forward
+        code = forward.__code__.replace()
+        copy = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
+        copy.__kwdefaults__ = forward.__kwdefaults__
+        traced: list[Traced] = []
+        backend = recording(settings.compile_graph, traced)
+        checked = torch.compile(copy, backend=backend, fullgraph=True, dynamic=True)
+        return cls(checked, code.co_varnames[1 : code.co_argcount], traced)
 
 
-def _kind(layer: nn.Module) -> object:
-    """Equal for layers that the same compiled code serves."""
+def _key(layer: nn.Module) -> object:
+    """Equal for layers of a kind."""
     return tuple(
         (name, type(part), _shapes(part._parameters), _shapes(part._buffers), _numbers(part))
         for name, part in layer.named_modules()

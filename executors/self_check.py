@@ -44,7 +44,7 @@ def check(module: PreTrainedModel, paged: Forward, kv: KvCache, vocab_size: int)
     """
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
-    with _short_windows(module):
+    with _short_windows(module), compiled.checked(module):
         expected = [_own_logits(module, tokens) for tokens in sequences]
         with _nudged_embeddings(module):
             noise = _error(_own_logits(module, sequences[0]), expected[0])

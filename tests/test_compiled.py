@@ -21,6 +21,7 @@ from transformers import LlamaConfig
 
 from executors import attention, compiled
 from executors.attention import PagedStep
+from executors.bound import BoundLayer, Traced, _Inputs
 from executors.compiled import CompileSettings, decoder_layers
 from executors.errors import UnsupportedModelError
 from executors.models import Model
@@ -51,6 +52,7 @@ def test_one_compilation_serves_all_layers_of_a_kind_and_any_number_of_tokens(na
     model = tiny_model(name, compile=TRACED, report=said.append)
     assert model.compiled is not None
     assert model.compiled.kinds == KINDS[name]
+    assert model.compiled.is_bound
     assert said == ["compiling the layers", str(model.compiled)]
     assert compilations() == SIZES * KINDS[name]
     expected = Driver(tiny_model(name), prompts())
@@ -112,9 +114,51 @@ def test_layers_that_differ_are_kinds() -> None:
     """By a shape, a window, or a number that steers their code; a layer's ordinal is none."""
     model = tiny_model("llama")
     layers = decoder_layers(model.module, list(model._index))
-    assert len({compiled._kind(layer) for layer in layers}) == 1
+    assert len({compiled._key(layer) for layer in layers}) == 1
     layers[1].self_attn.scaling *= 2
-    assert len({compiled._kind(layer) for layer in layers}) == 2
+    assert len({compiled._key(layer) for layer in layers}) == 2
+
+
+# Bound layers
+
+
+def test_bound_layers_give_the_logits_of_checked_ones_bit_by_bit() -> None:
+    model = tiny_model("gemma2", compile=TRACED)
+    assert model.compiled is not None
+    assert model.compiled.is_bound
+    bound = Driver(model, prompts())
+    tokens = bound.run()
+    with compiled.checked(model.module):
+        checked = Driver(model, prompts())
+        assert checked.run() == tokens
+    for actual, wanted in zip(bound.logits, checked.logits, strict=True):
+        assert torch.equal(torch.stack(actual), torch.stack(wanted))
+
+
+@pytest.mark.parametrize("fault", ["weights", "values", "arguments"])
+def test_layers_that_were_bound_wrong_are_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs_of = _Inputs.of.__func__
+
+    def wrong(cls: type[_Inputs], layer: nn.Module, traced: Traced) -> _Inputs:
+        inputs = inputs_of(cls, layer, traced)
+        if fault == "weights":  # those of whichever layer came first
+            return first.setdefault(len(traced.sizes), inputs)
+        if fault == "values":
+            return inputs._replace(fixed=[value * 2 if torch.is_tensor(value) else value for value in inputs.fixed])
+        return inputs._replace(of_step=inputs.of_step[1:])
+
+    first: dict[int, _Inputs] = {}
+    monkeypatch.setattr(_Inputs, "of", classmethod(wrong))
+    model = tiny_model("llama", compile=TRACED)
+    assert model.compiled is not None
+    assert not model.compiled.is_bound
+    assert Driver(model, prompts()).run() == Driver(tiny_model("llama"), prompts()).run()
+
+
+def test_a_layer_that_is_compiled_once_is_not_bound() -> None:
+    traced = Traced(("L['x']",), nn.Linear(2, 2))
+    with pytest.raises(LookupError):
+        BoundLayer(nn.Linear(2, 2), ("x",), traced, traced)
 
 
 # Faults
