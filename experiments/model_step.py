@@ -41,10 +41,11 @@ VARIANTS: dict[str, tuple[bool, CompileSettings | None]] = {
     "both+descent": (True, CompileSettings(coordinate_descent=True)),
     "both+autotune": (True, CompileSettings(max_autotune_gemm=True)),
 }
-CLASSES = (  # first that matches; the rest is "other"
-    ("attention", re.compile(r"attend|combine|split_kv|flash|fmha|attention", re.I)),
-    ("kv write", re.compile(r"index_copy|indexFunc|write_kv|store_kv|kv_write", re.I)),
-    ("matmul", re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitK|_mm_|\bmm\b", re.I)),
+CLASSES = (  # by the first name that matches; the compiler names its kernels after all that is in them and near them
+    ("other", re.compile(r"triton_(poi|red|per|for)_")),
+    ("matmul", re.compile(r"triton_tem|gemm|gemv|nvjet|cutlass|cublas|splitK", re.I)),
+    ("kv write", re.compile(r"index_copy|indexFunc|write_kv", re.I)),
+    ("attention", re.compile(r"attend|attention|combine|flash|fmha", re.I)),
 )
 REPLAYS, PROFILED = 60, 5
 COPIED_BYTES = 2**30
@@ -204,7 +205,7 @@ def _profiled(graph: torch.cuda.CUDAGraph) -> dict[str, Any]:
         if event.device_type == DeviceType.CUDA:
             by_name[event.name] = by_name.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e3 / PROFILED
             count += 1
-    classes = dict.fromkeys((*(name for name, _ in CLASSES), "other"), 0.0)
+    classes = dict.fromkeys((name for name, _ in CLASSES), 0.0)
     for name, ms in by_name.items():
         classes[next((label for label, pattern in CLASSES if pattern.search(name)), "other")] += ms
     longest = sorted(by_name, key=by_name.__getitem__, reverse=True)[:8]
