@@ -33,6 +33,7 @@ from asyncsched.plotting import _view
 from asyncsched.request import SamplingParams
 from asyncsched.timeline import LANES, Span, Timeline
 from executors.bench import run_bench
+from executors.errors import UnsupportedModelError
 from executors.llm import LLM
 from executors.models import Model
 from executors.named_configs import named_config
@@ -104,6 +105,23 @@ def test_text_is_the_same_in_every_mode_and_streamed(model: str, capsys: Capture
     assert len(expected) > 10
     for more in ((), ("--mode", "sync"), ("--mode", "async"), ("--depth", "3"), ("--stream",), ("--device", "cpu")):
         assert output_of(*arguments, *more, capsys=capsys) == f"{expected}\n"
+
+
+@pytest.mark.parametrize(("given", "wanted"), [((), None), (("--compile",), True), (("--no-compile",), False)])
+def test_whether_to_compile_reaches_the_engine(
+    given: tuple[str, ...], wanted: bool | None, model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    asked: list[bool | None] = []
+
+    def unfit(*_: Any, compile: bool | None, **__: Any) -> None:
+        asked.append(compile)
+        raise UnsupportedModelError("no model today")
+
+    monkeypatch.setattr("executors.llm.LLM", unfit)
+    for command in (("generate", "--prompt", TEXT), ("bench",)):
+        assert status_of(*command, "--model", model, *given) == 2
+    assert asked == [wanted, wanted]
+    assert "no model today" in capsys.readouterr().err
 
 
 def test_the_length_that_nobody_gave_fits_the_context(model: str, capsys: Captured) -> None:
