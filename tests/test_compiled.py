@@ -46,6 +46,11 @@ def compilations() -> int:
     return counters["stats"]["unique_graphs"]
 
 
+def told(said: list[str]) -> list[str]:
+    """What a user is told of the compilation."""
+    return [line for line in said if "compil" in line]
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_one_compilation_serves_all_layers_of_a_kind_and_any_number_of_tokens(name: str) -> None:
     said: list[str] = []
@@ -53,7 +58,7 @@ def test_one_compilation_serves_all_layers_of_a_kind_and_any_number_of_tokens(na
     assert model.compiled is not None
     assert model.compiled.kinds == KINDS[name]
     assert model.compiled.is_bound
-    assert said == ["compiling the layers", str(model.compiled)]
+    assert told(said) == ["compiling the layers", str(model.compiled)]
     assert compilations() == SIZES * KINDS[name]
     expected = Driver(tiny_model(name), prompts())
     driver = Driver(model, prompts())
@@ -176,9 +181,9 @@ def test_a_layer_that_cannot_be_compiled_runs_as_it_was_written(monkeypatch: pyt
     said: list[str] = []
     model = tiny_model("llama", compile=TRACED, report=said.append)
     assert model.compiled is None
-    assert len(said) == 2
-    assert said[1].startswith("the layers run uncompiled: ")
-    assert "\n" not in said[1]
+    _, reason = told(said)
+    assert reason.startswith("the layers run uncompiled: ")
+    assert "\n" not in reason
     assert Driver(model, prompts()).run() == Driver(tiny_model("llama"), prompts()).run()
 
 
@@ -193,7 +198,7 @@ def test_wrong_code_is_found_and_not_used() -> None:
     said: list[str] = []
     model = tiny_model("llama", compile=dataclasses.replace(TRACED, backend=wrong), report=said.append)
     assert model.compiled is None
-    assert "differ from those of its own attention" in said[1]
+    assert "differ from those of its own attention" in told(said)[1]
     assert Driver(model, prompts()).run() == Driver(tiny_model("llama"), prompts()).run()
 
 
