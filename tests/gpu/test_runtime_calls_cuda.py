@@ -14,7 +14,10 @@ from tiny_models import TINY
 from asyncsched.request import SamplingParams
 from executors.llm import LLM
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Warning. Profiler clears events"),
+]
 
 NEW_TOKENS = 64
 PROMPTS = [[place, place + 1, place + 2] for place in range(8)]

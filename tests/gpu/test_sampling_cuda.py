@@ -149,6 +149,7 @@ def test_a_captured_graph_draws_what_eager_code_draws() -> None:
         assert torch.equal(captured.state.counts, eager.state.counts)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_synchronises() -> None:
     batch = Batch(CUDA)
     logits, words = logits_of(4).cuda(), batch.words(list(range(ROWS))).cuda()
@@ -156,8 +157,8 @@ def test_nothing_synchronises() -> None:
     batch.rows.seat(1, 1001, KINDS[7], np.arange(9, dtype=np.int32), np.arange(4, dtype=np.int32))
     resets = batch.rows.take_resets()
     reset_words = torch.from_numpy(resets.words).cuda()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         batch.state.reset(reset_words, resets)
         sample(logits, words, batch.state, Features.ALL)
     finally:

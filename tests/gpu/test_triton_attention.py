@@ -189,24 +189,23 @@ def test_a_captured_decode_follows_the_lengths() -> None:
         output = long.run(backend, rule)
     for case in (long, short, long):
         reference = case.expected(rule)
-        assert case.view.table.shape[1] <= long.view.table.shape[1]
-        blocks = case.kv.keys[0].shape[0]
-        keys, values = long.kv.keys[0].clone(), long.kv.values[0].clone()
-        queries, lengths, table = long.queries.clone(), long.view.seq_lens.clone(), long.view.table.clone()
-        long.kv.keys[0][:blocks], long.kv.values[0][:blocks] = case.kv.keys[0], case.kv.values[0]
-        long.queries.copy_(case.queries)
-        long.view.seq_lens.copy_(case.view.seq_lens)
-        long.view.table[:, : case.view.table.shape[1]] = case.view.table
+        blocks, width = case.kv.keys[0].shape[0], case.view.table.shape[1]
+        changed = (
+            (long.kv.keys[0][:blocks], case.kv.keys[0]),
+            (long.kv.values[0][:blocks], case.kv.values[0]),
+            (long.queries, case.queries),
+            (long.new_keys, case.new_keys),
+            (long.new_values, case.new_values),
+            (long.view.seq_lens, case.view.seq_lens),
+            (long.view.table[:, :width], case.view.table),
+        )
+        saved = [tensor.clone() for tensor, _ in changed]
+        for tensor, value in changed:
+            tensor.copy_(value)
         graph.replay()
         assert_close(output, reference, dtype)
-        for kept, saved in (
-            (long.kv.keys[0], keys),
-            (long.kv.values[0], values),
-            (long.queries, queries),
-            (long.view.seq_lens, lengths),
-            (long.view.table, table),
-        ):
-            kept.copy_(saved)
+        for (tensor, _), value in zip(changed, saved, strict=True):
+            tensor.copy_(value)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[-1:], ids=str)
@@ -291,5 +290,6 @@ def test_a_cache_of_more_than_two_billion_elements() -> None:
     rule = rule_of(LLAMA)
     expected = case.expected(rule)
     case.view.table.add_(shift)
+    case.view.kv_positions.add_(shift * 16)
     far = case._replace(kv=KvCache((keys,), (values,), 16))
     assert_close(far.run(TritonAttention(target_programs=64), rule), expected, torch.bfloat16)
