@@ -6,6 +6,9 @@ kind is what tells layers apart beyond that: shapes, and the numbers in them tha
 opaque operation inside. A step of one token is compiled once more, since the compiler makes that size a constant.
 
 Once all is compiled, layers are bound (`executors.bound`), if their results stay what they are, bit by bit.
+
+What stands beside the layers, the final norm and the rotary embedding, is compiled the same way, but not bound: it runs
+once per step, and written out it is two dozen kernels. Where it cannot be compiled, it stays as it is.
 """
 
 from __future__ import annotations
@@ -64,11 +67,15 @@ class CompileSettings:
 
 
 class Compiled(NamedTuple):
-    """How many kinds of layers there were, how long it took, and whether calls go past the compiler's front end."""
+    """How many kinds of layers there were, how long it took, and whether calls go past the compiler's front end.
+
+    num_beside  modules beside the layers that are compiled too
+    """
 
     kinds: int
     seconds: float
     is_bound: bool
+    num_beside: int
 
     def __str__(self) -> str:
         return f"compiled {self.kinds} kind{'s' if self.kinds > 1 else ''} of layers in {self.seconds:.1f} s"
@@ -131,8 +138,35 @@ def compile_layers(
     with warnings.catch_warnings(), torch._dynamo.config.patch(specialize_float=True):
         warnings.simplefilter("ignore")  # the compiler's are about its own code
         checked = _warm_up_logits(forward, kv)
+        beside = [CompiledLayer(part, _Kind.of(part, settings)) for part in _beside(module, layers)]
+        if beside:
+            checked = _try(beside, lambda: _warm_up_logits(forward, kv)) or checked
     is_bound = _bind(layers, lambda: _warm_up_logits(forward, kv), checked)
-    return Compiled(len(kinds), time.perf_counter() - started, is_bound)
+    num_beside = sum("forward" in vars(part.layer) for part in beside)
+    return Compiled(len(kinds), time.perf_counter() - started, is_bound, num_beside)
+
+
+def _beside(module: nn.Module, layers: Sequence[CompiledLayer]) -> list[nn.Module]:
+    """What stands beside the list of the layers and computes something."""
+    first = layers[0].layer
+    for parent in module.modules():
+        children = list(parent.children())
+        if any(isinstance(child, nn.ModuleList) and len(child) and child[0] is first for child in children):
+            idle = nn.ModuleList | nn.Embedding | nn.Dropout | nn.Identity
+            return [child for child in children if not isinstance(child, idle)]
+    return []
+
+
+def _try(beside: Sequence[CompiledLayer], logits: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | None:
+    """Compiles the modules, and takes all of them back where that fails. Answers the logits."""
+    for part in beside:
+        part.layer.forward = part
+    try:
+        return logits()
+    except Exception:  # the compiler's own
+        for part in beside:
+            del part.layer.forward
+        return None
 
 
 def _warm_up_logits(forward: Forward, kv: KvCache) -> list[torch.Tensor]:
