@@ -4,6 +4,9 @@ A generator that yields what it wants done and is sent the result. It does no I/
 it a GPU, another virtual time, another a hundred engines at once. With depth 1 it is synchronous batching, with
 depth 2 the asynchronous batching in which step N+1 is planned and launched while step N computes.
 
+What a step gives to users is handed over behind the next launch, where there is one: turning tokens into text may take
+long, and the device has work meanwhile.
+
 Host work is done inside the generator and reported with `Host` when it is done: a real driver has timed it by then,
 a simulated one lets that much virtual time pass. Planning that finds nothing to do is not reported.
 """
@@ -144,9 +147,16 @@ def pipeline(scheduler: Scheduler, inbox: Inbox, *, leaps: bool = False) -> Pipe
     """Runs until the inbox is closed and everything submitted has ended. `leaps`: the driver can take a `Leap`."""
     slots = deque(range(scheduler.config.depth))  # free ones; a step that never came back keeps its slot
     in_flight: deque[tuple[StepPlan, object]] = deque()
+    output: StepOutput | None = None  # not handed over yet
     while True:
+        if output is not None and len(inbox):  # a command comes after what was there before it
+            yield Deliver(output)
+            output = None
         notices = _apply(scheduler, inbox)
         if notices:
+            if output is not None:  # the command came from another thread, just now
+                yield Deliver(output)
+                output = None
             yield Deliver(notices)
         if leaps and len(slots) == 1 and len(in_flight) == scheduler.config.depth - 1 and not len(inbox):
             landed = yield from _leap(scheduler, slots[0], [plan for plan, _ in in_flight])
@@ -159,8 +169,13 @@ def pipeline(scheduler: Scheduler, inbox: Inbox, *, leaps: bool = False) -> Pipe
             yield Host("plan", plan)
             ticket = yield Launch(build_program(plan))
             in_flight.append((plan, ticket))
-            if slots:
-                continue
+        if output is not None:
+            yield Deliver(output)
+            output = None
+            if plan is None and not in_flight and len(inbox):
+                continue  # whoever got it has sent a command
+        if plan is not None and slots:
+            continue
         if in_flight:
             plan, ticket = in_flight.popleft()
             result = yield Collect(ticket, plan)
@@ -168,7 +183,6 @@ def pipeline(scheduler: Scheduler, inbox: Inbox, *, leaps: bool = False) -> Pipe
             if not (isinstance(result, StepFailure) and result.stuck):
                 slots.append(plan.slot)
             yield Host("commit", plan)
-            yield Deliver(output)
         elif not slots and scheduler.has_requests:
             yield Deliver(scheduler.fail_all(NO_SLOT))
         elif inbox.closed and not len(inbox) and not scheduler.has_requests:
