@@ -307,8 +307,8 @@ def _draw_span(axes: Axes, view: _View, span: Span) -> None:
     texts: tuple[str, ...] = (f"step {step}", f"{step}")
     if span.name == "collect":
         colour, texts = WAITING, (f"waits for step {step}", f"waits for {step}", "waits")
-    elif span.name == "commit":
-        colour, texts = _lighter(colour), (f"commit {step}",)
+    elif span.name in ("commit", "deliver"):
+        colour, texts = _lighter(colour), (f"{span.name} {step}",)
     elif span.name == "prepare":
         texts = (f"prepare {step}", f"{step}")
     if span.end_ns > span.start_ns:

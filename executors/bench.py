@@ -57,7 +57,8 @@ def run_bench(llm: LLM, *, requests: int, prompt_tokens: int, new_tokens: int, s
     random = np.random.default_rng(seed)
     prompts = [random.integers(0, llm.model.vocab_size, prompt_tokens).tolist() for _ in range(requests)]
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
-    first_step, first_span = llm.engine.steps, len(llm.timeline.spans) if llm.timeline is not None else 0
+    timeline = llm.engine.executor.timeline
+    first_step, first_span = llm.engine.steps, len(timeline.spans) if timeline is not None else 0
     started = time.perf_counter()
     outputs = llm.generate(prompts, params)
     wall_s = time.perf_counter() - started
@@ -67,7 +68,7 @@ def run_bench(llm: LLM, *, requests: int, prompt_tokens: int, new_tokens: int, s
             raise ConfigError("new_tokens", new_tokens, ended.message)
         if len(ended.token_ids) < new_tokens:
             raise AsyncschedError(f"request {output.request_id} broke off: {ended.finish_reason}; {ended.message}")
-    spans = Timeline(llm.timeline.spans[first_span:]) if llm.timeline is not None else Timeline()
+    spans = Timeline(timeline.spans[first_span:]) if timeline is not None else Timeline()
     tokens = tuple(output.outputs[0].token_ids for output in outputs)
     count = sum(map(len, tokens))
     result = BenchResult(

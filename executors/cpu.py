@@ -22,6 +22,7 @@ class CpuLanes:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.timed = False
         self._recorded: set[Event] = set()
         self._spans: list[tuple[int, int]] = []
         self._started = 0
@@ -46,9 +47,9 @@ class CpuLanes:
     def waiter(self, event: Event, lane: Lane) -> Call:
         return partial(self._require, event)
 
-    def bracket(self, lane: Lane) -> tuple[Call, Call]:
+    def bracket(self, lane: Lane) -> tuple[Call, Call] | None:
         """An operation has run when it has been enqueued, so the host's clock measures it."""
-        return self._start, self._stop
+        return (self._start, self._stop) if self.timed else None
 
     def synchronize(self, event: Event) -> None:
         self._require(event)

@@ -32,7 +32,7 @@ class CudaLanes:
         self.device = device
         self.streams = {lane: torch.cuda.Stream(device) for lane in DEVICE_LANES}
         self._events: dict[Event, torch.cuda.Event] = {}
-        self._timed = timed
+        self.timed = timed
         self._pending: list[TimedPair] = []
         self._spare: deque[TimedPair] = deque()
         self._origin = torch.cuda.Event(enable_timing=True)
@@ -63,7 +63,7 @@ class CudaLanes:
         return partial(self.streams[lane].wait_event, self._event(event))
 
     def bracket(self, lane: Lane) -> tuple[Call, Call] | None:
-        if not self._timed:
+        if not self.timed:
             return None
         stream = self.streams[lane]
         return partial(self._start, stream), partial(self._stop, stream)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from asyncsched.pipeline import Collect, Deliver, Effect, Host, Idle, Inbox, Launch, StepFailure, pipeline
-from asyncsched.plan import StepOutput
+from asyncsched.plan import NO_STEP, StepOutput
 from asyncsched.scheduler import Scheduler
 from asyncsched.timeline import Span
 from executors.errors import one_line
@@ -39,6 +39,7 @@ class Engine:
         self._loop = pipeline(scheduler, self.inbox)
         self._reply: object = None
         self._broke_off = False
+        self._collected = 0  # slot of the step that is delivered next
         self._host_since = time.perf_counter_ns()
 
     def run(self) -> bool:
@@ -68,9 +69,10 @@ class Engine:
             elif isinstance(effect, Collect):
                 collected = self.executor.collect(effect.ticket)  # type: ignore[arg-type]  # launch gave it
                 self._reply = self._noted(collected) if isinstance(collected, StepFailure) else collected
+                self._collected = effect.plan.slot
                 self._host_since = time.perf_counter_ns()
             elif isinstance(effect, Deliver):
-                self._deliver(effect.output)
+                self._hand_over(effect.output)
                 return True
             elif isinstance(effect, Idle) and not len(self.inbox):  # a command may have come after an early delivery
                 return False
@@ -80,6 +82,14 @@ class Engine:
         if failure.stuck and not self.death:
             self.death = failure.cause
         return replace(failure, cause=f"{failure.cause}; {DEAD if self.death else USABLE}")
+
+    def _hand_over(self, output: StepOutput) -> None:
+        started = time.perf_counter_ns()
+        self._deliver(output)
+        timeline = self.executor.timeline
+        if timeline is not None and output.step != NO_STEP:
+            ended, size = time.perf_counter_ns(), len(output.requests)
+            timeline.spans.append(Span("host", "deliver", output.step, self._collected, started, ended, size))
 
     def _host(self, effect: Host) -> None:
         """Host work that the loop did since the last effect."""

@@ -34,13 +34,14 @@ class Lanes(Protocol):
     """Where operations run. See executors/cpu.py and executors/cuda.py.
 
     `enter`, `recorder` and `waiter` answer calls that may be made many times. What is enqueued between `begin` and
-    `end` goes to the lane that was entered last. Where spans are measured, `bracket` answers the calls that go before
-    and behind an operation; `take` gives what they noted, for `read` once the step was collected.
+    `end` goes to the lane that was entered last. While `timed`, `bracket` answers the calls around an operation
+    that measure its span; `take` gives what they noted, for `read` once the step was collected.
     """
 
     device: torch.device
     pinned: bool
     graphs: bool
+    timed: bool
 
     def on(self, lane: Lane) -> Any: ...
 
@@ -120,9 +121,18 @@ class Executor:
         self.compute = compute
         self.slots = slots
         self.on_logprobs = on_logprobs
-        self.timeline = timeline
         self._resolved: dict[int, _Resolved] = {}  # by identity of the template
         self._since = 0  # start of the host work that the next span records
+        self.record(timeline)
+
+    def record(self, timeline: Timeline | None, *, devices: bool = True) -> None:
+        """From the next launch on, spans go to `timeline`; without `devices`, those of the host alone, which cost less.
+
+        None ends it.
+        """
+        self.timeline = timeline
+        self.lanes.timed = timeline is not None and devices
+        self._resolved.clear()
 
     def launch(self, program: StepProgram) -> Ticket:
         """Enqueues everything up to `synchronize`. A step that cannot be enqueued fails when it is collected."""

@@ -1,9 +1,19 @@
-"""Our generation beside transformers' continuous batching: same card, same process, same weights' shape, same prompts.
+"""This project beside its peers on one card: same process, same shape of weights, same prompts, same lengths.
 
-    python experiments/compare_peers.py --config llama-8b --requests 32 --prompt-tokens 128 --out result.json
+    python experiments/compare_peers.py --only batch --only host --out experiments/results/h200-compare.json
 
-Needs a CUDA device. Rounds alternate between engines; a figure is the median over rounds. transformers has no
-flash-attn package there, so it is given torch's own flash kernel, registered under a name of its own.
+Engines alternate (A B A B), figures are medians over rounds. Sections, with their rough duration for 8B on an H200 once
+compiled kernels are cached; add about 15 s per engine for loading:
+
+batch        prompts of 128 tokens, 512 new ones, at batch 1, 8, 32, 128, 256; per batch 20 s for ours, 60 s with peers
+small-model  the same with a 1B shape, at batch 1, 32 and 256; half of that
+seeds        32 requests of 8,192 new tokens, one round; 80 s per engine, ours alone unless --engine says otherwise
+decode       our decode step at context 512, 4,096 and 8,192 against the memory floor; 40 s
+prefill      our prefill of 32 prompts of 2,048 tokens against dense products; 15 s
+host         our host time per step by kind, at batch 32 and 256, sync and async; 45 s
+mixed        ours with 64 requests in flight, prompts arriving meanwhile, at two token budgets, sync and async; 100 s
+
+Bandwidth and dense peak are measured in the same run. A dry run: --device cpu --shrink 16 --config llama-tiny.
 """
 
 from __future__ import annotations
@@ -11,172 +21,180 @@ from __future__ import annotations
 import json
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
+import peers
+import sections
 import torch
 import transformers
 import typer
-from transformers import AttentionInterface, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from peers import Load
+from sections import Row, Setup
 
-from executors.bench import run_bench
-from executors.llm import LLM
 from executors.named_configs import named_config
 
-PEER_ATTENTION = "paged|torch_varlen"  # a name with "flash" in it would be looked up in the flash-attn package
+NEW_TOKENS = 512
+SEEDS = Load(32, 128, 8192)
+Section = Enum("Section", {n: n for n in ("batch", "small-model", "seeds", "decode", "prefill", "host", "mixed")})
+EngineName = Enum("EngineName", {name: name for name in peers.ENGINES})
 
 
-def torch_flash(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    cache: Any,
-    cu_seq_lens_q: torch.Tensor,
-    cu_seq_lens_k: Any,
-    max_seqlen_q: int,
-    max_seqlen_k: Any,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' paged flash attention, with the flash kernel that comes with torch."""
-    if isinstance(cu_seq_lens_k, dict):
-        cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k["full_attention"], max_seqlen_k["full_attention"]
-    key, value = cache.update(
-        key_states=key,
-        value_states=value,
-        layer_idx=module.layer_idx,
-        read_index=kwargs["read_index"],
-        write_index=kwargs["write_index"],
-    )
-    output = torch.ops.aten._flash_attention_forward(
-        query.transpose(1, 2).squeeze(0).contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        cu_seq_lens_q.to(torch.int32),
-        cu_seq_lens_k.to(torch.int32).clone(),
-        max_seqlen_q,
-        max_seqlen_k,
-        0.0,
-        True,
-        False,
-        scale=module.scaling,
-    )[0]
-    return output, None
+def throughput(setup: Setup, loads: list[Load], names: list[str], rounds: int, peer_compile: int) -> list[Row]:
+    """Tokens per second of each engine under each load; for ours also what the lanes did, and how many tokens agree."""
+    models: dict[str, Any] = {}
+    reasons = {name: peers.cannot_run(name, setup.device) for name in names}
+    for name, reason in reasons.items():
+        if reason:
+            say(f"{name} is left out: {reason}")
+    engines = {
+        name: peers.build(name, setup.shape, loads, setup.device, models, peer_compile)
+        for name, reason in reasons.items()
+        if not reason
+    }
+    rows = []
+    for load in loads:
+        for engine in engines.values():
+            engine.prepare(load)
+        walls: dict[str, list[float]] = {name: [] for name in engines}
+        tokens: dict[str, peers.Tokens | None] = {}
+        for _ in range(rounds):
+            for name, engine in engines.items():
+                run = engine.generate(load)
+                walls[name].append(run.wall_s)
+                tokens[name] = run.tokens
+        for name, engine in engines.items():
+            profile = engine.profile(load) if isinstance(engine, peers.Ours) else {}
+            wall = statistics.median(walls[name])
+            equal = _equal(tokens.get("ours-sync"), tokens[name])
+            rows.append(
+                {
+                    "engine": name,
+                    **load._asdict(),
+                    "tokens_per_s": load.requests * load.new_tokens / wall,
+                    "wall_s": wall,
+                    "walls_s": walls[name],
+                    **profile,
+                    "sequences_equal_to_sync": equal,
+                    "notes": engine.notes,
+                }
+            )
+            say(f"{name}, {load.requests} requests: {rows[-1]['tokens_per_s']:.0f} tokens/s")
+    for engine in engines.values():
+        engine.close()
+    models.clear()
+    peers.release()
+    return rows
 
 
-def ours(config: Any, depth: int, requests: int, prompt_tokens: int, new_tokens: int) -> Callable[[], dict[str, Any]]:
-    llm = LLM(
-        config,
-        depth=depth,
-        device="cuda",
-        dummy_weights=True,
-        timeline=True,
-        max_num_seqs=requests,
-        max_model_len=prompt_tokens + new_tokens,
-    )
-    run_bench(llm, requests=requests, prompt_tokens=prompt_tokens, new_tokens=min(32, new_tokens))
-
-    def measure() -> dict[str, Any]:
-        run = run_bench(llm, requests=requests, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
-        return {**run.result.to_dict(), "token_ids": run.token_ids}
-
-    return measure
-
-
-def peer(
-    config: Any, asynchronous: bool, requests: int, prompt_tokens: int, new_tokens: int
-) -> Callable[[], dict[str, Any]]:
-    AttentionInterface.register(PEER_ATTENTION, torch_flash)
-    with torch.device("cuda"):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=PEER_ATTENTION)
-    model.eval()
-    random = np.random.default_rng(0)
-    prompts = [random.integers(0, config.vocab_size, prompt_tokens).tolist() for _ in range(requests)]
-    settings = ContinuousBatchingConfig(
-        use_async_batching=asynchronous,
-        use_cuda_graph=True,
-        max_blocks_per_request=0,
-        allow_block_sharing=False,
-        block_size=256,
-        num_blocks=requests * (-(-(prompt_tokens + new_tokens) // 256) + 1),
-        max_batch_tokens=max(requests * prompt_tokens, 1024),
-        max_requests_per_batch=requests,
-    )
-
-    def generate(count: int) -> float:
-        generation = GenerationConfig(do_sample=False, max_new_tokens=count, eos_token_id=-1, pad_token_id=0)
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        outputs = model.generate_batch(
-            prompts, generation_config=generation, continuous_batching_config=settings, persistent_manager=True
-        )
-        wall = time.perf_counter() - started
-        lengths = {len(output.generated_tokens) for output in outputs.values()}
-        assert lengths == {count}, lengths
-        return wall
-
-    generate(32)
-
-    def measure() -> dict[str, Any]:
-        wall = generate(new_tokens)
-        return {"wall_s": wall, "output_throughput": requests * new_tokens / wall}
-
-    return measure
+def _equal(first: peers.Tokens | None, second: peers.Tokens | None) -> int | None:
+    if first is None or second is None:
+        return None
+    return sum(mine == other for mine, other in zip(first, second, strict=True))
 
 
 def main(
+    only: Annotated[list[Section] | None, typer.Option(help="A section; all without it.")] = None,
     config: Annotated[str, typer.Option(help="A named model shape.")] = "llama-8b",
-    requests: int = 32,
-    prompt_tokens: int = 128,
-    new_tokens: int = 512,
-    rounds: int = 3,
-    out: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
+    small_config: Annotated[str, typer.Option(help="That of the section small-model.")] = "llama-1b",
+    engine: Annotated[list[EngineName] | None, typer.Option(help="Engines of batch, small-model and seeds.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Batch sizes of batch and small-model.")] = None,
+    rounds: Annotated[int, typer.Option(min=1)] = 2,
+    peer_compile: Annotated[int, typer.Option(min=0, max=3, help="transformers' default_compile_level.")] = 0,
+    budget: Annotated[list[int] | None, typer.Option(min=1, help="Token budgets of the section mixed.")] = None,
+    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
+    shrink: Annotated[int, typer.Option(min=1, help="Divide batches and lengths, for a dry run.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="A JSON file; its other sections stay.")] = None,
 ) -> None:
-    """Tokens per second of each engine, and the ratio to transformers' asynchronous batching."""
-    shape = named_config(config)
-    size = requests, prompt_tokens, new_tokens
-    engines = {
-        "ours sync": ours(shape, 1, *size),
-        "ours async": ours(shape, 2, *size),
-        "ours depth 3": ours(shape, 3, *size),
-        "transformers sync": peer(shape, False, *size),
-        "transformers async": peer(shape, True, *size),
+    """Measure, print tables, and write the results."""
+    setup = Setup(shape=named_config(config), device=device, rounds=rounds, shrink=shrink)
+    small = Setup(shape=named_config(small_config), device=device, rounds=rounds, shrink=shrink)
+    names = [one.value for one in engine] if engine else list(peers.ENGINES)
+    of_seeds = names if engine else [name for name in names if name.startswith("ours")]
+    new_tokens = setup.less(NEW_TOKENS, 64)
+    loads, small_loads = (
+        [Load(size, setup.less(128, 8), new_tokens) for size in sorted(set(batch or map(setup.less, sizes)))]
+        for sizes in ((1, 8, 32, 128, 256), (1, 32, 256))
+    )
+    long = Load(setup.less(SEEDS.requests), SEEDS.prompt_tokens // 2, setup.less(SEEDS.new_tokens))
+    work: dict[str, Callable[[], list[Row]]] = {
+        "batch": lambda: throughput(setup, loads, names, rounds, peer_compile),
+        "small-model": lambda: throughput(small, small_loads, names, rounds, peer_compile),
+        "seeds": lambda: throughput(setup, [long if shrink > 1 else SEEDS], of_seeds, 1, peer_compile),
+        "decode": lambda: sections.decode(setup),
+        "prefill": lambda: sections.prefill(setup),
+        "host": lambda: sections.host(setup),
+        "mixed": lambda: sections.mixed(setup, tuple(budget) if budget else (320, 512)),
     }
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
-    for number in range(rounds):
-        for name, measure in engines.items():
-            results[name].append(measure())
-            print(f"round {number + 1}, {name}: {results[name][-1]['output_throughput']:.0f} tokens/s", flush=True)
-    tokens = [results[name][0].pop("token_ids") for name in ("ours sync", "ours async", "ours depth 3")]
-    equal = [sum(map(tuple.__eq__, tokens[0], other)) for other in tokens[1:]]
-    report = {
-        "device": torch.cuda.get_device_name(),
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "setting": {"config": config, "requests": requests, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens},
-        "sequences_equal_to_sync": {"async": equal[0], "depth 3": equal[1]},
-        "median_tokens_per_s": {
-            name: statistics.median(result["output_throughput"] for result in runs) for name, runs in results.items()
-        },
-        "rounds": {
-            name: [{k: v for k, v in result.items() if k != "token_ids"} for result in runs]
-            for name, runs in results.items()
-        },
+    for name in [one.value for one in only] if only else work:
+        started = time.perf_counter()
+        rows = work[name]()
+        record = {**about(device, small_config if name == "small-model" else config), "rows": rows}
+        record["took_s"] = round(time.perf_counter() - started, 1)
+        print_rows(name, record)
+        if out is not None:
+            save(out, name, record)
+
+
+def about(device: str, config: str) -> Row:
+    """Where the figures come from."""
+    cuda = device == "cuda"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"] if cuda else ["true"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "device": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
+        "driver": driver.stdout.strip(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        "config": config,
     }
-    baseline = report["median_tokens_per_s"]["transformers async"]
-    for name, speed in report["median_tokens_per_s"].items():
-        print(f"{name:20s} {speed:8.0f} tokens/s   {speed / baseline:5.2f} of transformers async")
-    print(f"sequences equal to sync: async {equal[0]}, depth 3 {equal[1]}, of {requests}")
-    if out is not None:
-        out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def save(out: Path, section: str, record: Row) -> None:
+    """Adds or replaces a section of the file, at once: what was measured before is not lost to a later fault."""
+    results = json.loads(out.read_text()) if out.exists() else {}
+    results[section] = record
+    out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def print_rows(section: str, record: Row) -> None:
+    """Every figure of every row but lists, aligned; nested ones in a line of their own."""
+    head = ", ".join(str(record[key]) for key in ("config", "device", "torch", "commit"))
+    print(f"\n{section}: {head}; {record['took_s']} s", flush=True)
+    rows = record["rows"]
+    columns = [key for key in rows[0] if not isinstance(rows[0][key], dict | list) and key != "notes"]
+    table = [columns, *([_short(row.get(key)) for key in columns] for row in rows)]
+    widths = [max(len(line[place]) for line in table) for place in range(len(columns))]
+    for number, line in enumerate(table):
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+        nested = {key: value for key, value in rows[number - 1].items() if isinstance(value, dict)} if number else {}
+        for key, value in nested.items():
+            print(f"      {key}: " + ", ".join(f"{kind} {_short(figure)}" for kind, figure in value.items()))
+    for note in sorted({f"{row['engine']}: {row['notes']}" for row in rows if row.get("notes")}):
+        print(f"  {note}")
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return "-" if value is None else str(value)
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
 
 
 if __name__ == "__main__":

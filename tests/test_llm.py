@@ -886,7 +886,7 @@ def test_the_timeline_has_every_step_on_every_lane(depth: int) -> None:
         assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(spans))
         assert all(0 <= span.slot < depth and span.start_ns <= span.end_ns for span in spans)
     names = {span.name for span in llm.timeline.spans}
-    assert names == {"plan", "fill", "launch", "collect", "commit", "h2d", "carry", "forward", "d2h"}
+    assert names == {"plan", "fill", "launch", "collect", "commit", "deliver", "h2d", "carry", "forward", "d2h"}
 
 
 class Ranges:
