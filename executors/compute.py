@@ -66,7 +66,6 @@ class ComputeLane:
         self._host_keys: tuple[torch.Tensor, ...] = ()
         self._host_values: tuple[torch.Tensor, ...] = ()
 
-    @torch.no_grad()
     def carry(self, slot: Slot, plan: StepPlan) -> None:
         """Completes the inputs: changes of block tables, and the tokens that earlier steps in flight sample."""
         if not self._is_captured(plan):
@@ -74,7 +73,6 @@ class ComputeLane:
             if plan.num_decodes:
                 self._carry(slot, plan.num_decodes)
 
-    @torch.no_grad()
     def forward(self, slot: Slot, plan: StepPlan) -> None:
         """Resets, forward pass and sampling; writes KV and the slot's outputs."""
         if not plan.num_tokens:
@@ -89,7 +87,6 @@ class ComputeLane:
         else:
             self._run(slot, self._view(slot, plan), len(plan.sampled), features)
 
-    @torch.no_grad()
     def try_capture(self, slot: Slot) -> str:
         """Captures the smallest bucket. Where the model cannot be captured, graphs are off; returns why."""
         if not self._use_graphs or not self.config.decode_buckets:
@@ -116,6 +113,7 @@ class ComputeLane:
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()  # here and not around what replays a graph: it costs the host microseconds
     def _carry(self, slot: Slot, count: int) -> None:
         source = slot.device.carry[:count]
         carried = self._all_tokens.index_select(0, source.clamp(min=0))
@@ -123,6 +121,7 @@ class ComputeLane:
         carried = carried.clamp(min=0)  # a row whose logits were no numbers: it fails when it is collected
         tokens.copy_(torch.where(source != NO_SOURCE, carried, tokens))
 
+    @torch.no_grad()
     def _run(self, slot: Slot, view: StepView, num_samples: int, features: Features) -> None:
         logits = self.model.forward(view, self.kv)
         if not num_samples:

@@ -7,7 +7,7 @@ prompt with n outputs is n requests.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,10 @@ class _Output:
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
+    def piece(self, text: str, tokens: list[int], completion: CompletionOutput | None = None) -> StreamPiece:
+        parent = self.parent
+        return StreamPiece(parent.request_id, parent.place, self.index, text, tuple(tokens), completion)
+
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
@@ -46,6 +50,7 @@ class _Prompt:
     token_ids: TokenArray
     params: SamplingParams
     place: int
+    is_streamed: bool
     done: dict[int, CompletionOutput] = field(default_factory=dict)
 
 
@@ -66,15 +71,18 @@ class Frontend:
         params: SamplingParams,
         token_ids: TokenArray | None = None,
         place: int = 0,
+        *,
+        is_streamed: bool = True,
     ) -> Iterator[Submit]:
         """The core's requests for a prompt, in the order in which they must be put into the inbox.
 
-        token_ids  the prompt's, where it was encoded already
-        place      of the prompt in its list
+        token_ids    the prompt's, where it was encoded already
+        place        of the prompt in its list
+        is_streamed  whether anybody wants its pieces
         """
         text = prompt if isinstance(prompt, str) else None
         token_ids = self.encode(prompt) if token_ids is None else token_ids
-        parent = _Prompt(request_id, text, token_ids, params, place)
+        parent = _Prompt(request_id, text, token_ids, params, place, is_streamed)
         for index, one in enumerate(params.with_eos(self._eos).fan_out()):
             output_text = OutputText(self._decode, one, token_ids.tolist()) if self._decode else None
             self._outputs[self._num_submitted] = _Output(parent, index, one, output_text, time.perf_counter())
@@ -103,37 +111,38 @@ class Frontend:
     def deliver(self, step: StepOutput) -> list[StreamPiece | RequestOutput]:
         """What the step means to users: pieces of streams, and prompts whose outputs are complete."""
         now = time.perf_counter()
-        fresh: dict[int, list[int]] = {}
-        for number, token in zip(step.requests.tolist(), step.tokens.tolist(), strict=True):
-            fresh.setdefault(number, []).append(token)
         results: list[StreamPiece | RequestOutput] = []
         ended = {notice.number: notice for notice in step.finished}
-        for number in dict.fromkeys((*fresh, *ended)):
+        for number, tokens in _by_request(step):
             output = self._outputs[number]
-            tokens = fresh.get(number, [])
             piece = self._extend(output, tokens, now)
-            completion = self._complete(output, ended[number], now) if number in ended else None
-            if completion is not None:
-                piece += completion.text[len("".join(output.pieces)) :]
-            results.append(
-                StreamPiece(
-                    request_id=output.parent.request_id,
-                    prompt_index=output.parent.place,
-                    index=output.index,
-                    text=piece,
-                    token_ids=tuple(tokens),
-                    output=completion,
-                )
-            )
-            if completion is not None:
-                results += self._close(number, output, completion)
+            if number in ended:
+                results += self._end(ended.pop(number), output, piece, tokens, now)
+            elif output.parent.is_streamed:
+                results.append(output.piece(piece, tokens))
+        for number, notice in ended.items():  # those that end without a further token
+            output = self._outputs[number]
+            results += self._end(notice, output, self._extend(output, [], now), [], now)
         return results
+
+    def _end(
+        self, notice: Finished, output: _Output, piece: str, tokens: list[int], now: float
+    ) -> list[StreamPiece | RequestOutput]:
+        """The last piece of an output, and its prompt if no other output is left."""
+        completion = self._complete(output, notice, now)
+        piece += completion.text[len("".join(output.pieces)) :]
+        return [
+            *([output.piece(piece, tokens, completion)] if output.parent.is_streamed else ()),
+            *self._close(notice.number, output, completion),
+        ]
 
     def _extend(self, output: _Output, tokens: list[int], now: float) -> str:
         if tokens and output.first_token is None:
             output.first_token = now
         output.tokens += tokens
-        piece = output.text.deliver(tokens) if output.text is not None else ""
+        if output.text is None:
+            return ""
+        piece = output.text.deliver(tokens)
         output.pieces.append(piece)
         return piece
 
@@ -175,6 +184,17 @@ class Frontend:
                 outputs=tuple(parent.done[index] for index in sorted(parent.done)),
             )
         ]
+
+
+def _by_request(step: StepOutput) -> Iterable[tuple[int, list[int]]]:
+    """Each request with the tokens it gets, in order. Most steps have one for each."""
+    numbers, tokens = step.requests.tolist(), step.tokens.tolist()
+    if len(set(numbers)) == len(numbers):
+        return zip(numbers, ([token] for token in tokens), strict=True)
+    grouped: dict[int, list[int]] = {}
+    for number, token in zip(numbers, tokens, strict=True):
+        grouped.setdefault(number, []).append(token)
+    return grouped.items()
 
 
 def core_id(request_id: str, index: int) -> str:

@@ -138,7 +138,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """One output per prompt, in the order of the prompts. Raises ConfigError before anything runs."""
-        ids = self._submit(prompts, params)
+        ids = self._submit(prompts, params, is_streamed=False)
         done = {result.request_id: result for result in self._drive(ids) if isinstance(result, RequestOutput)}
         return [done[request_id] for request_id in ids]
 
@@ -196,14 +196,18 @@ class LLM:
         *,
         token_ids: TokenArray | None = None,
         prompt_index: int = 0,
+        is_streamed: bool = True,
     ) -> None:
         """Puts one checked prompt into the inbox; `run` drives it. Raises EngineDeadError.
 
         token_ids     what `check` gave, which saves encoding the prompt again
         prompt_index  what the pieces of its stream say about it
+        is_streamed   whether anybody wants them; without, they are not made
         """
         self.require_usable()
-        for command in self.frontend.requests(request_id, prompt, params, token_ids, prompt_index):
+        for command in self.frontend.requests(
+            request_id, prompt, params, token_ids, prompt_index, is_streamed=is_streamed
+        ):
             self.engine.inbox.put(command)
 
     def run(self) -> list[Result] | None:
@@ -219,7 +223,11 @@ class LLM:
             self.engine.inbox.put(Abort(core_id(request_id, index)))
 
     def _submit(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        is_streamed: bool = True,
     ) -> list[str]:
         self.require_usable()
         several = _as_list(prompts)
@@ -229,7 +237,7 @@ class LLM:
         tokens = [self.check(prompt, one) for prompt, one in zip(several, each, strict=True)]
         ids = [next(self._ids) for _ in several]
         for place, (request_id, prompt, one) in enumerate(zip(ids, several, each, strict=True)):
-            self.submit(request_id, prompt, one, token_ids=tokens[place], prompt_index=place)
+            self.submit(request_id, prompt, one, token_ids=tokens[place], prompt_index=place, is_streamed=is_streamed)
         return ids
 
     def _drive(self, ids: Sequence[str]) -> Iterator[Result]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from executors.logprobs import TokenLogprobs
 
@@ -39,8 +40,7 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamPiece:
+class StreamPiece(NamedTuple):
     """New tokens and text of one output. The last piece of an output carries it whole, in `output`.
 
     prompt_index  place of the prompt in the list that was given; 0 for a prompt that was given alone
