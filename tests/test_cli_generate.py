@@ -10,10 +10,12 @@ import json
 import os
 import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -453,6 +455,108 @@ def test_a_terminal_is_told_what_happens(model: str) -> None:
         "1 requests, 6 tokens in",
     ):
         assert stage in shown
+
+
+# A terminal's foreground process, with a model whose steps take a while, so that there is time to press Ctrl-C.
+AT_A_TERMINAL = """
+import fcntl, sys, termios, time
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from asyncsched.cli import main
+from executors.models import Model
+forward = Model.forward
+Model.forward = lambda *arguments: (time.sleep(0.02), forward(*arguments))[1]
+main(sys.argv[1:])
+"""
+
+
+class Terminal:
+    """A command at a terminal, and somebody who types. `shown` is all that was on the screen."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._keyboard, screen = pty.openpty()
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", AT_A_TERMINAL, *arguments],
+            stdin=screen,
+            stdout=screen,
+            stderr=screen,
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(screen)
+        self.shown = b""
+
+    def type(self, keys: str) -> None:
+        os.write(self._keyboard, keys.encode())
+
+    def wait_for(self, pattern: bytes, timeout_s: float = 120.0) -> bytes:
+        """What comes up to the pattern, and is not looked at again."""
+        seen, deadline = b"", time.monotonic() + timeout_s
+        while re.search(pattern, seen) is None:
+            ready, _, _ = select.select([self._keyboard], [], [], max(deadline - time.monotonic(), 0))
+            assert ready, f"{pattern!r} did not come: {self.shown!r}"
+            try:
+                seen += os.read(self._keyboard, 1)
+            except OSError:  # the command has ended, and with it the terminal
+                raise AssertionError(f"it ended before {pattern!r}: {self.shown!r}") from None
+        self.shown += seen
+        return seen
+
+    def end(self) -> int:
+        """Its exit status, once everything is on the screen."""
+        while True:
+            try:
+                self.shown += os.read(self._keyboard, 65536)
+            except OSError:
+                break
+        os.close(self._keyboard)
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def chat_at_a_terminal(model: str) -> Iterator[Terminal]:
+    terminal = Terminal("generate", "--model", model, "--chat", *GREEDY, "--ignore-eos", "--max-tokens", "60")
+    terminal.wait_for(b"> ")
+    yield terminal
+    if terminal.process.poll() is None:
+        terminal.process.kill()
+        terminal.process.wait()
+
+
+def answer_in(screen: bytes) -> str:
+    """What was said up to the next prompt, without the terminal's ways."""
+    return screen.replace(b"^C", b"").replace(b"\r\n", b"\n").decode().removesuffix("\n> ")
+
+
+def test_ctrl_c_stops_an_answer_and_ctrl_d_ends_a_conversation(model: str, chat_at_a_terminal: Terminal) -> None:
+    terminal = chat_at_a_terminal
+    llm = LLM(model, device="cpu")
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    messages = [{"role": "user", "content": "hello"}]
+    whole = llm.chat(messages, params).outputs[0].text
+
+    terminal.type("hello\n")
+    terminal.wait_for(b"hello\r\n")  # the terminal's echo
+    begun = terminal.wait_for(b"(?s).{8}")
+    terminal.type("\x03")
+    said = answer_in(begun + terminal.wait_for(b"\r\n> "))
+    assert 2 <= len(said) < len(whole)
+    assert whole.startswith(said)
+
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "and?"}]
+    terminal.type("and?\n")
+    terminal.wait_for(b"and\\?\r\n")
+    assert answer_in(terminal.wait_for(b"\r\n> ")) == llm.chat(messages, params).outputs[0].text
+    terminal.type("\x04")
+    assert terminal.end() == 0
+    assert b"Traceback" not in terminal.shown
+
+
+def test_ctrl_c_at_the_prompt_ends_a_conversation(chat_at_a_terminal: Terminal) -> None:
+    chat_at_a_terminal.type("\x03")
+    assert chat_at_a_terminal.end() == 130
+    assert b"error: interrupted\r\n" in chat_at_a_terminal.shown
+    assert b"Traceback" not in chat_at_a_terminal.shown
 
 
 # ---- traces and pictures ---------------------------------------------------------------------------------------------

@@ -13,17 +13,25 @@ from asyncsched.errors import ConfigError
 
 if TYPE_CHECKING:
     from executors.llm import LLM
-    from executors.outputs import RequestOutput
+    from executors.outputs import StreamPiece
 
 
 def chat(llm: LLM, sampling: Mapping[str, Any], file: LineFile | None) -> Ended:
-    """Answers each line of stdin. A turn that fails is forgotten; the conversation goes on without it."""
+    """Answers each line of stdin. A turn that fails is forgotten; the conversation goes on without it.
+
+    At a terminal Ctrl-C stops the answer alone, and the model remembers what it had said.
+    """
     llm.chat_prompt([{"role": "user", "content": "?"}])  # no template: an error before anybody has written a word
     all_ended, listener, messages = Ended(), _Listener(file), list[dict[str, str]]()
     for number, text in enumerate(_turns(), start=1):
         messages.append({"role": "user", "content": text})
+        listener.answer = ""
         ended = run_jobs(llm, [job_of("", number, llm.chat_prompt(messages), sampling)], listener)
-        if ended.finished:
+        stopped = ended.interrupted and sys.stdin.isatty()
+        if stopped:
+            print(flush=True)  # the answer's line ends here
+            ended.interrupted = False
+        if ended.finished or (stopped and listener.answer):
             messages.append({"role": "assistant", "content": listener.answer})
         else:
             messages.pop()
@@ -34,15 +42,15 @@ def chat(llm: LLM, sampling: Mapping[str, Any], file: LineFile | None) -> Ended:
 
 
 class _Listener(Answers):
-    """Remembers the last answer."""
+    """Remembers the answer that it hears."""
 
     def __init__(self, file: LineFile | None) -> None:
         super().__init__(text=True, stream=True, file=file)
         self.answer = ""
 
-    def output(self, job: Job, output: RequestOutput) -> None:
-        super().output(job, output)
-        self.answer = output.outputs[0].text
+    def piece(self, job: Job, piece: StreamPiece) -> None:
+        super().piece(job, piece)
+        self.answer += piece.text
 
 
 def _turns() -> Iterator[str]:

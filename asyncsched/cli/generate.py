@@ -30,7 +30,7 @@ from asyncsched.cli.loading import (
 from asyncsched.cli.measured import write_timelines
 from asyncsched.cli.progress import progress_bar
 from asyncsched.cli.prompts import Job, job_of, parse_number, read_jobs
-from asyncsched.cli.running import BAD_INPUT, complain, run_jobs
+from asyncsched.cli.running import BAD_INPUT, complain, complain_if_interrupted, run_jobs
 from asyncsched.errors import MISSING, ConfigError
 
 SAMPLING = "Sampling"  # a panel of the help
@@ -128,6 +128,7 @@ def generate(
             listener = Answers(text=prompts is None, stream=stream, file=file)
             with nullcontext() if stream else progress_bar("generating") as progress:
                 ended = run_jobs(llm, jobs, listener, progress)
+    complain_if_interrupted(ended)
     seconds = time.perf_counter() - started
     say(f"{ended.finished} requests, {ended.tokens} tokens in {seconds:.1f} s: {ended.tokens / seconds:.1f} tokens/s")
     if llm.timeline is not None:

@@ -22,8 +22,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class Ended:
-    """How many jobs ended how. `tokens` were generated; `bad` could never run, `failed` broke off."""
+    """How many jobs ended how. `tokens` were generated; `bad` could never run, `failed` broke off.
 
+    interrupted  the user stopped the rest of the `started` ones
+    """
+
+    started: int = 0
     finished: int = 0
     tokens: int = 0
     bad: int = 0
@@ -31,6 +35,7 @@ class Ended:
     interrupted: bool = False
 
     def add(self, other: Ended) -> None:
+        self.started += other.started
         self.finished += other.finished
         self.tokens += other.tokens
         self.bad += other.bad
@@ -67,6 +72,7 @@ def run_jobs(llm: LLM, jobs: Sequence[Job], listener: Listener, progress: Progre
 
     ended = Ended()
     running = _submit(llm, jobs, ended)
+    ended.started = len(running)
     most = sum(job.params.max_tokens * job.params.n for job in running.values())
     left = len(running)
     with _interruptible() as interrupted:
@@ -88,9 +94,12 @@ def run_jobs(llm: LLM, jobs: Sequence[Job], listener: Listener, progress: Progre
         if left:
             ended.interrupted = True
             _stop(llm, running)
-    if ended.interrupted:
-        complain("", f"interrupted; {ended.finished} of {len(running)} requests had finished")
     return ended
+
+
+def complain_if_interrupted(ended: Ended) -> None:
+    if ended.interrupted:
+        complain("", f"interrupted; {ended.finished} of {ended.started} requests had finished")
 
 
 def _submit(llm: LLM, jobs: Sequence[Job], ended: Ended) -> dict[str, Job]:
