@@ -5,7 +5,7 @@ two is first asked for.
 """
 
 from asyncsched.config import EngineConfig
-from asyncsched.errors import AsyncschedError, ConfigError, PolicyError
+from asyncsched.errors import INSTALL_TORCH, AsyncschedError, ConfigError, PolicyError
 from asyncsched.pipeline import Inbox, pipeline
 from asyncsched.request import FinishReason, SamplingParams
 from asyncsched.scheduler import Scheduler
@@ -35,7 +35,7 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers"):
             raise
-        raise ImportError(f"{name} needs {error.name}: pip install 'asyncsched[torch]'") from error
+        raise ImportError(f"{name} needs {error.name}: {INSTALL_TORCH}") from error
     return {"AsyncEngine": AsyncEngine, "LLM": LLM}[name]
 
 

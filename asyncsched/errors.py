@@ -48,3 +48,6 @@ class PolicyError(AsyncschedError):
 
 class BadInputError(AsyncschedError):
     """What the user named or asked for cannot be used, though no single setting is at fault: exit status 2."""
+
+
+INSTALL_TORCH = "pip install -e '.[torch]' in the clone"  # what to do where a real model lacks its packages

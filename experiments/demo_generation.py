@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncsched.cli.figures import number, percent
 from asyncsched.cli.tables import print_table
+from asyncsched.errors import INSTALL_TORCH
 from asyncsched.plotting import plot_timeline
 from asyncsched.timeline import Timeline
 from sim.run import Result, simulate
@@ -35,7 +36,7 @@ def real_generation(picture: Path) -> None:
         import torch
         from transformers.utils import logging
     except ModuleNotFoundError as error:
-        print(f"{error.name} is not installed, so nothing was generated: pip install -e '.[torch]'")
+        print(f"{error.name} is not installed, so nothing was generated: {INSTALL_TORCH}")
         return
     logging.set_verbosity_error()
     torch.set_num_threads(1)  # so small a model gains nothing from more, and loses much where they are not free

@@ -700,7 +700,7 @@ def test_without_torch_it_says_what_to_install(folder: Path) -> None:
         text=True,
         check=False,
     )
-    expected = "error: torch is not installed, and a real model needs it: pip install 'asyncsched[torch]'\n"
+    expected = "error: torch is not installed, and a real model needs it: pip install -e '.[torch]' in the clone\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 

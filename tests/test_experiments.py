@@ -69,7 +69,7 @@ def test_the_demo_without_torch_says_what_to_install(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    expected = "torch is not installed, so nothing was generated: pip install -e '.[torch]'\n"
+    expected = "torch is not installed, so nothing was generated: pip install -e '.[torch]' in the clone\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
 
 

@@ -688,7 +688,7 @@ def test_cuda_that_is_not_there() -> None:
 def test_the_import_without_torch_says_what_to_install() -> None:
     program = "import sys; sys.modules['torch'] = None\nfrom asyncsched import SamplingParams, LLM"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=SOURCES)
-    assert done.stderr.splitlines()[-1] == "ImportError: LLM needs torch: pip install 'asyncsched[torch]'"
+    assert done.stderr.splitlines()[-1] == "ImportError: LLM needs torch: pip install -e '.[torch]' in the clone"
 
 
 SOURCES = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}

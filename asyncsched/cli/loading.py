@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from asyncsched.config import FIELD_NAMES
-from asyncsched.errors import BadInputError, ConfigError
+from asyncsched.errors import INSTALL_TORCH, BadInputError, ConfigError
 
 if TYPE_CHECKING:
     from executors.llm import LLM
@@ -67,7 +67,6 @@ Plot = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Draw the measured lanes over a few steps: .png, .svg or .pdf.")
 ]
 
-EXTRA = "pip install 'asyncsched[torch]'"
 _NEEDED = ("torch", "transformers")
 _SET_ELSEWHERE = {"depth": "use --depth", "vocab_size": "the model decides it"}
 _STARTED = time.perf_counter()
@@ -119,7 +118,7 @@ def require_torch(*, cuda_for: str = "") -> None:
         missing = (error.name or "").split(".")[0]
         if missing not in _NEEDED:
             raise
-        raise BadInputError(f"{missing} is not installed, and a real model needs it: {EXTRA}") from None
+        raise BadInputError(f"{missing} is not installed, and a real model needs it: {INSTALL_TORCH}") from None
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
