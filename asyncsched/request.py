@@ -20,6 +20,8 @@ from asyncsched.errors import ConfigError
 
 TokenArray = NDArray[np.int32]
 
+MOST_N = 16_384  # outputs of a prompt: each is a request of its own
+MANY_N = f"use a whole number from 1 to {MOST_N}"
 GREEDY_BELOW = 1e-5  # temperatures that would only overflow: the largest logit wins anyway
 
 
@@ -129,7 +131,9 @@ class SamplingParams:
             _require_int("seed", self.seed, "use a whole number from 0 to 2**63 - 1, or None", least=0)
             if self.seed >= 2**63:
                 raise ConfigError("seed", self.seed, "use a whole number from 0 to 2**63 - 1, or None")
-        _require_int("n", self.n, "use a whole number of at least 1", least=1)
+        _require_int("n", self.n, MANY_N, least=1)
+        if self.n > MOST_N:
+            raise ConfigError("n", self.n, MANY_N)
         if self.n > 1 and self.is_greedy:
             raise ConfigError("n", self.n, f"temperature {self.temperature} would draw the same output: use 1")
 

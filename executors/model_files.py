@@ -23,14 +23,17 @@ LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeE
 
 def load_config(name: str) -> PretrainedConfig:
     """The configuration of a folder, a .gguf file, or a model on the Hub. Raises ModelLoadError."""
-    if _looks_like_a_path(name) and not Path(name).expanduser().exists():
+    path = Path(name).expanduser()
+    if _looks_like_a_path(name) and not path.exists():
         raise ModelLoadError(f"{name}: there is no such model folder")
+    if path.is_file() and path.suffix != ".gguf":
+        raise ModelLoadError(f"{name}: it is a file; name the folder that it is in, or a .gguf file")
     with _quiet_retries():
         try:
             return AutoConfig.from_pretrained(**_where(name))
         except LOAD_ERRORS as cause:
             reason = one_line(cause)
-            if not Path(name).expanduser().exists() and (fault := hub.fault(name)):
+            if not path.exists() and (fault := hub.fault(name)):
                 reason = f"there is no such folder, it is not in the Hub's cache, and {fault}"
             raise ModelLoadError(f"{name}: no model can be loaded from there; {reason}") from cause
 

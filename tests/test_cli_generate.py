@@ -236,6 +236,8 @@ BROKEN: tuple[tuple[object, str], ...] = (
     ({"prompt": TEXT, "max_tokens": 1000}, "+ max_tokens 1000 ="),
     ({"prompt_token_ids": [1] * 300}, "prompt 300 + max_tokens 1 = 301 tokens, over max_model_len 256"),
     ("[" * 100_000, "cannot be read"),
+    ('{"prompt": "x", "max_tokens": 2, "max_tokens": 3}', "field: 'max_tokens' is not allowed; it is there twice"),
+    ({"prompt": TEXT, "n": 10**6}, "n: 1000000 is not allowed; use a whole number from 1 to 16384"),
 )
 
 
@@ -597,6 +599,13 @@ SHAPE = ("bench", "--config", "llama-tiny", "--dummy-weights")
 # Arguments, and what the one line must say.
 BAD_INPUT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no model": (("generate", "--prompt", "x"), ("--model: missing", "folder")),
+    "a model without a name": (("generate", "--model", "", "--prompt", "x"), ("--model: ''", "folder")),
+    "a model that is a file": (
+        ("generate", "--model", "bare/config.json", "--prompt", "x"),
+        ("bare/config.json: it is a file", "name the folder"),
+    ),
+    "too many outputs": ((*ONE, "--n", "1000000"), ("n: 1000000", "from 1 to 16384")),
+    "bench of a model without a name": (("bench", "--model", "\0"), ("--model: '\\x00'", "folder")),
     "no prompt": (("generate", "--model", "{model}"), ("prompt: []", "--prompt, --prompts, --chat")),
     "two prompts": ((*ONE, "--chat"), ("prompt: ['--prompt', '--chat']", "give one of")),
     "model that is not there": (("generate", "--model", "./no", "--prompt", "x"), ("./no: there is no such model",)),

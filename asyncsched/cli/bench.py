@@ -160,7 +160,13 @@ def _depths(mode: str | None, depth: str | None) -> dict[str, int]:
 def _check_model(model: str | None, config: str | None, dummy_weights: bool) -> str:
     """What to call the model."""
     if (model is None) == (config is None):
-        raise ConfigError("--model", model or MISSING, "give one of --model NAME and --config NAME --dummy-weights")
+        raise ConfigError(
+            "--model",
+            MISSING if model is None else model,
+            "give one of --model NAME and --config NAME --dummy-weights",
+        )
+    if model is not None and not (model and model.isprintable()):
+        raise ConfigError("--model", model, "name a folder, a .gguf file, or a model on the Hub")
     if config is not None and not dummy_weights:
         raise ConfigError("--config", config, "a shape has no weights: add --dummy-weights")
     return model or config or ""

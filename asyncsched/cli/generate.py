@@ -84,8 +84,10 @@ def generate(
 ) -> None:
     """Generate text with a real model."""
     _check_one_of({"--prompt": prompt is not None, "--prompts": prompts is not None, "--chat": chat})
-    if model is None:
-        raise ConfigError("--model", MISSING, "name a folder, a .gguf file, or a model on the Hub")
+    if not model or not model.isprintable():
+        raise ConfigError(
+            "--model", MISSING if model is None else model, "name a folder, a .gguf file, or a model on the Hub"
+        )
     check_output("--out", out, (".jsonl",))
     check_output("--trace", trace, (".json",))
     check_output("--plot", plot, PICTURES)

@@ -97,7 +97,9 @@ def read_jobs(path: Path, sampling: Mapping[str, Any]) -> tuple[list[Job], list[
 
 def _read_job(where: str, number: int, line: bytes, sampling: Mapping[str, Any]) -> Job:
     try:
-        data = json.loads(line.decode("utf-8"))
+        data = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
+    except ConfigError:
+        raise
     except (ValueError, RecursionError) as error:
         raise ConfigError("JSON", _shortened(line), f"it cannot be read ({error})") from None
     if not isinstance(data, dict):
@@ -117,6 +119,15 @@ def _read_job(where: str, number: int, line: bytes, sampling: Mapping[str, Any])
     if isinstance(data.get("logit_bias"), dict):
         data["logit_bias"] = {_number_or_text(token): bias for token, bias in data["logit_bias"].items()}
     return job_of(where, number, prompt, {**sampling, **data})
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ConfigError for a key that is there twice: one of its values would be lost."""
+    data = dict(pairs)
+    for name, _ in pairs if len(data) < len(pairs) else ():
+        if sum(name == other for other, _ in pairs) > 1:
+            raise ConfigError("field", name, "it is there twice")
+    return data
 
 
 def _is_token_ids(value: object) -> bool:
