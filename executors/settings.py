@@ -17,6 +17,7 @@ from executors.kv_cache import free_memory
 from executors.models import Model
 
 MODE_DEPTH = {"sync": 1, "async": 2}
+MOST_DEPTH = 64  # nothing is gained beyond a few
 MEMORY_SHARE = 0.9  # of the free device memory, for the KV pool
 CPU_POOL_BYTES = 2**30
 DEFAULT_MODEL_LEN = 8192
@@ -31,6 +32,8 @@ def depth_of(mode: str | None, depth: int | None) -> int:
         raise ConfigError("mode", mode, f"use one of {', '.join(MODE_DEPTH)}, or give a depth")
     if depth is None:
         return MODE_DEPTH[mode or "async"]
+    if isinstance(depth, int) and depth > MOST_DEPTH:
+        raise ConfigError("depth", depth, f"use at most {MOST_DEPTH}: each step in flight has buffers of its own")
     if mode is not None and MODE_DEPTH[mode] != depth:
         raise ConfigError("depth", depth, f"mode {mode!r} means depth {MODE_DEPTH[mode]}; give one of them")
     return depth

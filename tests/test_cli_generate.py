@@ -647,6 +647,7 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mode": ((*ONE, "--mode", "static"), ("mode: 'static'", "sync, async")),
     "mode against depth": ((*ONE, "--mode", "async", "--depth", "3"), ("depth: 3", "mode 'async' means depth 2")),
     "depth": ((*ONE, "--depth", "0"), ("--depth: '0'", "at least 1")),
+    "more depth than there is": ((*ONE, "--depth", "9999"), ("depth: 9999", "at most 64")),
     "device": ((*ONE, "--device", "tpu"), ("device: 'tpu'", "auto, cpu or cuda")),
     "unknown setting": ((*ONE, "--set", "num_block=5"), ("--set: 'num_block=5'", "num_blocks")),
     "setting without value": ((*ONE, "--set", "num_blocks"), ("--set: 'num_blocks'", "key=value")),
