@@ -1,4 +1,4 @@
-"""A compiled layer called without the compiler's front end.
+"""Compiled layers called without the compiler's front end.
 
 Before each call, the front end checks everything that it assumed about a layer, some 300 things, and unpacks the layer
 again; over all layers of a step that takes the host as long as launching the kernels. None of it changes while a model
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-OF_LAYER = "L['self']"
+OF_LAYERS = "L['layers']"
 Call = Callable[..., Sequence[torch.Tensor]]
 
 
@@ -50,40 +50,37 @@ def _name(node: torch.fx.Node) -> str:
     return name() if callable(name) else name  # a method in older versions of torch
 
 
-class BoundLayer:
-    """One layer over code for several tokens, and code for one. Raises LookupError where the code is for other cases.
+class BoundLayers:
+    """Layers in a row over code for several tokens, and code for one. Raises LookupError where it is for other cases.
 
-    parameters  names of the arguments of the layer's `forward`
+    The code is that of a function of `layers`, `args` and `kwargs`.
     """
 
-    def __init__(self, layer: nn.Module, parameters: Sequence[str], several: Traced, single: Traced) -> None:
+    def __init__(self, layers: tuple[nn.Module, ...], several: Traced, single: Traced) -> None:
         sizes = several.sizes - single.sizes
         if len(sizes) != 1:
             raise LookupError("the compiler made other code than for one token and for more")
-        self._parameters = tuple(parameters)
-        self._several, self._single = _Inputs.of(layer, several), _Inputs.of(layer, single)
+        self._several, self._single = _Inputs.of(layers, several), _Inputs.of(layers, single)
         self._size = compile(sizes.pop(), "<size>", "eval")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given = dict(zip(self._parameters, args, strict=False))
-        given.update(kwargs)
-        scope = {"L": given}
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        scope = {"L": {"args": args, "kwargs": kwargs}}
         inputs = self._single if eval(self._size, scope) == 1 else self._several
         (output,) = inputs.call(*inputs.with_step(scope))
         return output
 
 
 class _Inputs(NamedTuple):
-    """The inputs of the code in order: the layer's are there, the step's are looked up by expressions."""
+    """The inputs of the code in order: the layers' are there, the step's are looked up by expressions."""
 
     fixed: list[object]
     of_step: list[tuple[int, CodeType]]
     call: Call
 
     @classmethod
-    def of(cls, layer: nn.Module, traced: Traced) -> _Inputs:
-        scope = {"L": {"self": layer}}
-        is_fixed = [source.startswith(OF_LAYER) for source in traced.sources]
+    def of(cls, layers: tuple[nn.Module, ...], traced: Traced) -> _Inputs:
+        scope = {"L": {"layers": layers}}
+        is_fixed = [source.startswith(OF_LAYERS) for source in traced.sources]
         return cls(
             [eval(source, scope) if fixed else None for source, fixed in zip(traced.sources, is_fixed, strict=True)],
             [

@@ -18,15 +18,17 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from executors.bound import BoundLayer, Traced, recording
+from executors.bound import BoundLayers, Traced, recording
 from executors.errors import UnsupportedModelError
 from executors.kv_cache import KvCache
+from executors.stacks import stacks
 from executors.step_view import Chunk, StepView, view_of
 
 # Tokens of the steps that make the compiler compile. Kernels are tuned for about the first size, which must be no size
@@ -46,11 +48,15 @@ class CompileSettings:
     backend             of torch.compile
     max_autotune_gemm   matrix products in Triton where they beat the library's
     coordinate_descent  search for the parameters of generated kernels, step by step
+    combo_kernels       independent operations share a kernel
+    layers_per_graph    so many consecutive layers are compiled as one, where the model calls them alike
     """
 
     backend: str | Callable[..., Any] = "inductor"
     max_autotune_gemm: bool = False
     coordinate_descent: bool = False
+    combo_kernels: bool = False
+    layers_per_graph: int = 1
 
     def compile_graph(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend's code. Inductor's is cached between runs, in TORCHINDUCTOR_CACHE_DIR or the temporary folder."""
@@ -62,6 +68,7 @@ class CompileSettings:
             "fx_graph_cache": True,
             "max_autotune_gemm": self.max_autotune_gemm,
             "coordinate_descent_tuning": self.coordinate_descent,
+            "combo_kernels": self.combo_kernels,
         }
         return compile_fx(graph, inputs, config_patches=options)
 
@@ -81,24 +88,35 @@ class Compiled(NamedTuple):
         return f"compiled {self.kinds} kind{'s' if self.kinds > 1 else ''} of layers in {self.seconds:.1f} s"
 
 
-class CompiledLayer:
-    """A layer's `forward`: the code of its kind, checked by the compiler's front end or bound."""
+class CompiledStack:
+    """The `forward` of the first layer of a stack, which runs all: checked by the compiler's front end, or bound."""
 
-    def __init__(self, layer: nn.Module, kind: _Kind) -> None:
-        self.layer = layer
+    def __init__(self, layers: Sequence[nn.Module], kind: _Kind) -> None:
+        self.layer, *self.followers = layers
+        self.layers = tuple(layers)
         self.kind = kind
-        self.bound: BoundLayer | None = None
+        self.bound: BoundLayers | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.bound is None:
-            return self.kind.checked(self.layer, *args, **kwargs)
-        return self.bound(*args, **kwargs)
+            return self.kind.checked(self.layers, args, kwargs)
+        return self.bound(args, kwargs)
 
     def bind(self) -> None:
         """Raises LookupError where the compiler made other code than for the sizes in WARM_UP."""
         if len(self.kind.traced) != len(WARM_UP):
             raise LookupError("the compiler made other code than for one token and for more")
-        self.bound = BoundLayer(self.layer, self.kind.parameters, *self.kind.traced)
+        self.bound = BoundLayers(self.layers, *self.kind.traced)
+
+    def install(self) -> None:
+        self.layer.forward = self
+        for follower in self.followers:
+            follower.forward = _computed
+
+
+def _computed(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """The `forward` of a layer that ran with the first of its stack."""
+    return hidden_states
 
 
 def decoder_layers(module: nn.Module, attention: Sequence[nn.Module]) -> list[nn.Module]:
@@ -125,30 +143,33 @@ def compile_layers(
     Raises what the compiler raises; `restore` undoes it.
     """
     started = time.perf_counter()
-    kinds: dict[object, _Kind] = {}
-    layers = []
-    for layer in decoder_layers(module, attention):
-        key = _key(layer)
-        if key not in kinds:
-            kinds[key] = _Kind.of(layer, settings)
-        layers.append(CompiledLayer(layer, kinds[key]))
-        layer.forward = layers[-1]
     kv = allocate_kv(max(WARM_UP), WARM_UP_BLOCK_SIZE)
+    layers = decoder_layers(module, attention)
+    keys = {layer: _key(layer) for layer in layers}
+    kinds: dict[object, _Kind] = {}
+    found = []
+    run = partial(_warm_up_logits, forward, kv)
+    for stack in stacks(layers, list(keys.values()), run, settings.layers_per_graph):
+        key = (keys[stack[0]], len(stack))
+        if key not in kinds:
+            kinds[key] = _Kind.of(stack[0], settings)
+        found.append(CompiledStack(stack, kinds[key]))
+    for one in found:
+        one.install()
     # A number in a layer is a constant of its kind: as an input, which "dynamic" makes it, it costs a tensor per call.
     with warnings.catch_warnings(), torch._dynamo.config.patch(specialize_float=True):
         warnings.simplefilter("ignore")  # the compiler's are about its own code
-        checked = _warm_up_logits(forward, kv)
-        beside = [CompiledLayer(part, _Kind.of(part, settings)) for part in _beside(module, layers)]
+        checked = run()
+        beside = [CompiledStack([part], _Kind.of(part, settings)) for part in _beside(module, layers[0])]
         if beside:
-            checked = _try(beside, lambda: _warm_up_logits(forward, kv)) or checked
-    is_bound = _bind(layers, lambda: _warm_up_logits(forward, kv), checked)
+            checked = _try(beside, run) or checked
+    is_bound = _bind(found, run, checked)
     num_beside = sum("forward" in vars(part.layer) for part in beside)
     return Compiled(len(kinds), time.perf_counter() - started, is_bound, num_beside)
 
 
-def _beside(module: nn.Module, layers: Sequence[CompiledLayer]) -> list[nn.Module]:
+def _beside(module: nn.Module, first: nn.Module) -> list[nn.Module]:
     """What stands beside the list of the layers and computes something."""
-    first = layers[0].layer
     for parent in module.modules():
         children = list(parent.children())
         if any(isinstance(child, nn.ModuleList) and len(child) and child[0] is first for child in children):
@@ -157,12 +178,12 @@ def _beside(module: nn.Module, layers: Sequence[CompiledLayer]) -> list[nn.Modul
     return []
 
 
-def _try(beside: Sequence[CompiledLayer], logits: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | None:
+def _try(beside: Sequence[CompiledStack], run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | None:
     """Compiles the modules, and takes all of them back where that fails. Answers the logits."""
     for part in beside:
-        part.layer.forward = part
+        part.install()
     try:
-        return logits()
+        return run()
     except Exception:  # the compiler's own
         for part in beside:
             del part.layer.forward
@@ -176,76 +197,77 @@ def _warm_up_logits(forward: Forward, kv: KvCache) -> list[torch.Tensor]:
     return [forward(view_of(chunks, block_size=WARM_UP_BLOCK_SIZE, device=device), kv) for chunks in steps]
 
 
-def _bind(
-    layers: Sequence[CompiledLayer], logits: Callable[[], list[torch.Tensor]], checked: list[torch.Tensor]
-) -> bool:
+def _bind(found: Sequence[CompiledStack], run: Callable[[], list[torch.Tensor]], checked: list[torch.Tensor]) -> bool:
     """Binds all layers if that leaves every bit of the logits as it was; returns whether it does."""
     try:
-        for layer in layers:
-            layer.bind()
-        equal = all(map(torch.equal, logits(), checked))
+        for one in found:
+            one.bind()
+        equal = all(map(torch.equal, run(), checked))
     except Exception:  # a layer that gives more than one tensor back, or takes one that isn't an argument
         equal = False
     if not equal:
-        for layer in layers:
-            layer.bound = None
+        for one in found:
+            one.bound = None
     return equal
 
 
 def restore(module: nn.Module) -> None:
     """Every layer runs as it was written again."""
-    for compiled in _compiled(module):
-        del compiled.layer.forward
+    for one in _compiled(module):
+        for layer in one.layers:
+            del layer.forward
 
 
 @contextmanager
 def suspended(module: nn.Module) -> Iterator[None]:
     """Every layer runs as it was written meanwhile."""
-    layers = _compiled(module)
+    found = _compiled(module)
     restore(module)
     try:
         yield
     finally:
-        for compiled in layers:
-            compiled.layer.forward = compiled
+        for one in found:
+            one.install()
 
 
 @contextmanager
 def checked(module: nn.Module) -> Iterator[None]:
     """No layer is bound meanwhile: what steers its code may change, and is compiled again."""
-    layers = {compiled: compiled.bound for compiled in _compiled(module)}
-    for compiled in layers:
-        compiled.bound = None
+    found = {one: one.bound for one in _compiled(module)}
+    for one in found:
+        one.bound = None
     try:
         yield
     finally:
-        for compiled, bound in layers.items():
-            compiled.bound = bound
+        for one, bound in found.items():
+            one.bound = bound
 
 
-def _compiled(module: nn.Module) -> list[CompiledLayer]:
+def _compiled(module: nn.Module) -> list[CompiledStack]:
     found = (vars(layer).get("forward") for layer in module.modules())
-    return [forward for forward in found if isinstance(forward, CompiledLayer)]
+    return [forward for forward in found if isinstance(forward, CompiledStack)]
 
 
 class _Kind(NamedTuple):
-    """What layers of a kind share: the compiled function, the names of its arguments, and what was made so far."""
+    """What stacks of a kind share: the compiled function, and what was made for it so far."""
 
     checked: Callable[..., Any]
-    parameters: tuple[str, ...]
     traced: list[Traced]
 
     @classmethod
     def of(cls, layer: nn.Module, settings: CompileSettings) -> _Kind:
-        """The compiler keeps what it made by code object: each kind has a copy, to find its own at once."""
         forward = type(layer).forward
-        code = forward.__code__.replace()
-        copy = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
-        copy.__kwdefaults__ = forward.__kwdefaults__
+
+        def run(layers: tuple[nn.Module, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            for layer in layers:
+                args = (forward(layer, *args, **kwargs), *args[1:])
+            return args[0]
+
+        # The compiler keeps what it made by code object: each kind has a copy, to find its own at once.
+        own = FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
         traced: list[Traced] = []
         backend = recording(settings.compile_graph, traced)
-        checked = torch.compile(copy, backend=backend, fullgraph=True, dynamic=True)
-        return cls(checked, code.co_varnames[1 : code.co_argcount], traced)
+        return cls(torch.compile(own, backend=backend, fullgraph=True, dynamic=True), traced)
 
 
 def _key(layer: nn.Module) -> object:

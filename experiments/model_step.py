@@ -39,6 +39,8 @@ VARIANTS: dict[str, tuple[bool, CompileSettings | None]] = {
     "merged": (True, None),
     "both": (True, CompileSettings()),
     "both+descent": (True, CompileSettings(coordinate_descent=True)),
+    "both+combo": (True, CompileSettings(combo_kernels=True)),
+    "both+fours": (True, CompileSettings(layers_per_graph=4)),
     "both+autotune": (True, CompileSettings(max_autotune_gemm=True)),
 }
 CLASSES = (  # by the first name that matches; the compiler names its kernels after all that is in them and near them

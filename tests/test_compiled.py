@@ -21,10 +21,11 @@ from transformers import LlamaConfig
 
 from executors import attention, compiled
 from executors.attention import PagedStep
-from executors.bound import BoundLayer, Traced, _Inputs
+from executors.bound import BoundLayers, Traced, _Inputs
 from executors.compiled import CompileSettings, decoder_layers
 from executors.errors import UnsupportedModelError
 from executors.models import Model
+from executors.stacks import stacks
 
 torch.set_num_threads(1)
 
@@ -129,6 +130,59 @@ def test_layers_that_differ_are_kinds() -> None:
     assert len({compiled._key(layer) for layer in layers}) == 2
 
 
+# Stacks of layers
+
+
+@pytest.mark.parametrize(("layers", "most", "kinds"), [(4, 2, 1), (5, 2, 2), (3, 8, 1)])
+def test_layers_compiled_as_one_give_the_same_tokens(layers: int, most: int, kinds: int) -> None:
+    config = TINY["llama"]()
+    config.num_hidden_layers = layers
+    options = {"device": "cpu", "dtype": torch.float32, "dummy_weights": True}
+    model = Model.load(config, compile=dataclasses.replace(TRACED, layers_per_graph=most), **options)
+    assert model.compiled is not None
+    assert model.compiled.is_bound
+    assert model.compiled.kinds == kinds
+    assert compilations() == SIZES * kinds
+    assert Driver(model, prompts()).run() == Driver(Model.load(config, **options), prompts()).run()
+    compiled.restore(model.module)
+    assert Driver(model, prompts()).run() == Driver(Model.load(config, **options), prompts()).run()
+
+
+class Chain(nn.Module):
+    """Calls its layers one after the other, as the test says."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Named() for _ in range(4))
+        self.fault = fault
+
+    def forward(self) -> None:
+        x, mask = torch.ones(3), torch.ones(3)
+        for index, layer in enumerate(self.layers):
+            odd = index == 2
+            given = mask.clone() if odd and self.fault == "argument" else mask
+            start = x.clone() if odd and self.fault == "input" else x
+            x = layer(x=start, mask=given) if odd and self.fault == "name" else layer(start, mask=given)
+
+
+class Named(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x + mask
+
+
+@pytest.mark.parametrize(
+    ("fault", "sizes"),
+    [("", [4]), ("argument", [2, 1, 1]), ("input", [2, 2]), ("name", [2, 1, 1]), ("key", [2, 2]), ("most", [3, 1])],
+)
+def test_only_layers_that_are_called_alike_are_stacked(fault: str, sizes: list[int]) -> None:
+    chain = Chain(fault)
+    keys = [0, 0, 1, 1] if fault == "key" else [0] * 4
+    found = stacks(list(chain.layers), keys, chain, 3 if fault == "most" else 8)
+    assert [len(stack) for stack in found] == sizes
+    assert [layer for stack in found for layer in stack] == list(chain.layers)
+    assert all(not layer._forward_hooks for layer in chain.layers)
+
+
 # Bound layers
 
 
@@ -149,8 +203,8 @@ def test_bound_layers_give_the_logits_of_checked_ones_bit_by_bit() -> None:
 def test_layers_that_were_bound_wrong_are_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs_of = _Inputs.of.__func__
 
-    def wrong(cls: type[_Inputs], layer: nn.Module, traced: Traced) -> _Inputs:
-        inputs = inputs_of(cls, layer, traced)
+    def wrong(cls: type[_Inputs], layers: tuple[nn.Module, ...], traced: Traced) -> _Inputs:
+        inputs = inputs_of(cls, layers, traced)
         if fault == "weights":  # those of whichever layer came first
             return first.setdefault(len(traced.sizes), inputs)
         if fault == "values":
@@ -166,9 +220,9 @@ def test_layers_that_were_bound_wrong_are_not_used(fault: str, monkeypatch: pyte
 
 
 def test_a_layer_that_is_compiled_once_is_not_bound() -> None:
-    traced = Traced(("L['x']",), nn.Linear(2, 2))
+    traced = Traced(("L['args'][0]",), nn.Linear(2, 2))
     with pytest.raises(LookupError):
-        BoundLayer(nn.Linear(2, 2), ("x",), traced, traced)
+        BoundLayers((nn.Linear(2, 2),), traced, traced)
 
 
 # Faults

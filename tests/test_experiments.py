@@ -118,6 +118,5 @@ def test_a_model_step_is_timed_and_a_variant_that_fails_is_one_line(tmp_path: Pa
     assert "merged: attention: 'triton' is not allowed" in done.stdout
     done = script("model_step.py", "--variants", "fast", folder=tmp_path)
     assert done.returncode == 1
-    assert (
-        done.stderr == "error: no variant fast; there are eager, compiled, merged, both, both+descent, both+autotune\n"
-    )
+    assert done.stderr.startswith("error: no variant fast; there are eager, compiled, merged, both, ")
+    assert done.stderr.count("\n") == 1
