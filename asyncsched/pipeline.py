@@ -14,7 +14,7 @@ a simulated one lets that much virtual time pass. Planning that finds nothing to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,11 +51,15 @@ Command = Submit | Abort | Pause | Resume
 
 
 class Inbox:
-    """Commands for an engine; the pipeline takes them before a plan. `close` says that no more will come."""
+    """Commands for an engine; the pipeline takes them before a plan. `close` says that no more will come.
+
+    `observer`, where there is one, is told of each command when it is taken.
+    """
 
     def __init__(self) -> None:
         self._commands: deque[Command] = deque()
         self.closed = False
+        self.observer: Callable[[Command], None] | None = None
 
     def put(self, command: Command) -> None:
         if self.closed:
@@ -66,7 +70,12 @@ class Inbox:
         self.closed = True
 
     def take(self) -> Command | None:
-        return self._commands.popleft() if self._commands else None
+        if not self._commands:
+            return None
+        command = self._commands.popleft()
+        if self.observer is not None:
+            self.observer(command)
+        return command
 
     def __len__(self) -> int:
         return len(self._commands)

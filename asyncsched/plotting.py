@@ -268,11 +268,11 @@ def _view(label: str, timeline: Timeline, start_ns: int, length_ns: int) -> _Vie
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
-    """Plan, fill and launch of a step, which follow each other, as one span: "prepare"."""
+    """Plan, delay, fill and launch of a step, which follow each other, as one span: "prepare"."""
     merged: list[Span] = []
     prepared: dict[int, int] = {}  # step -> its place in `merged`
     for span in spans:
-        if span.name not in ("plan", "fill", "launch"):
+        if span.name not in ("plan", "delay", "fill", "launch"):
             merged.append(span)
         elif span.step in prepared:
             place = prepared[span.step]

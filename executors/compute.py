@@ -68,7 +68,7 @@ class ComputeLane:
 
     def carry(self, slot: Slot, plan: StepPlan) -> None:
         """Completes the inputs: changes of block tables, and the tokens that earlier steps in flight sample."""
-        if not self._is_captured(plan):
+        if not self.is_captured(plan):
             slot.device.apply_changes()
             if plan.num_decodes:
                 self._carry(slot, plan.num_decodes)
@@ -82,7 +82,7 @@ class ComputeLane:
             self.sampler.reset(slot.resets, resets)
         features = variant(slot.features)
         self.sampler.allocate(features)
-        if self._is_captured(plan):
+        if self.is_captured(plan):
             self._graph(slot, (plan.bucket, plan.mixed_bucket), features).replay()
         else:
             self._run(slot, self._view(slot, plan), len(plan.sampled), features)
@@ -176,7 +176,13 @@ class ComputeLane:
 
     # ---- graphs ----------------------------------------------------------------------------------------------------
 
-    def _is_captured(self, plan: StepPlan) -> bool:
+    @property
+    def num_graphs(self) -> int:
+        """Captured so far: a step that needs a new one takes longer, once."""
+        return len(self._graphs)
+
+    def is_captured(self, plan: StepPlan) -> bool:
+        """Whether the step runs as one captured graph."""
         return self._use_graphs and (plan.bucket > 0 or (plan.mixed_bucket > 0 and self.model.backend.captures_mixed))
 
     def _graph(self, slot: Slot, buckets: Buckets, features: Features) -> torch.cuda.CUDAGraph:

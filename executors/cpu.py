@@ -62,6 +62,10 @@ class CpuLanes:
         spans, self._spans = self._spans, []
         return spans
 
+    def clock_error_ns(self) -> int:
+        """There is one clock."""
+        return 0
+
     def read(self, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Start and end of each span on the host's clock (ns)."""
         return spans

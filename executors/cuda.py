@@ -17,6 +17,7 @@ import torch
 from asyncsched.program import Event, Lane
 
 DEVICE_LANES = (Lane.H2D, Lane.COMPUTE, Lane.D2H)
+CLOCK_READINGS = 9
 MAX_ORIGIN_AGE_MS = 1000.0  # elapsed times are single precision: a near origin keeps them below a microsecond
 Call = Callable[[], object]
 TimedPair = tuple[torch.cuda.Event, torch.cuda.Event]
@@ -93,6 +94,20 @@ class CudaLanes:
             else:
                 self._spare.append((start, end))
         return spans
+
+    def clock_error_ns(self) -> int:
+        """What must be added to the times that `read` gives now: clocks of host and device drift apart. Blocks; call it
+        while the lanes have nothing to do."""
+        errors = []
+        for _ in range(CLOCK_READINGS):
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record(self.streams[Lane.COMPUTE])
+            mark.synchronize()
+            now = time.perf_counter_ns()
+            self._origin_ns += round(self._origin.elapsed_time(mark) * 1e6)
+            self._origin = mark  # a near origin makes the next times exact
+            errors.append(now - self._origin_ns)
+        return min(errors)  # the one that returned soonest
 
     def _event(self, event: Event) -> torch.cuda.Event:
         if event not in self._events:

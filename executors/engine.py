@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from asyncsched.pipeline import Collect, Deliver, Effect, Host, Idle, Inbox, Launch, StepFailure, pipeline
-from asyncsched.plan import NO_STEP, StepOutput
+from asyncsched.plan import NO_STEP, StepOutput, StepPlan
 from asyncsched.scheduler import Scheduler
 from asyncsched.timeline import Span
 from executors.errors import one_line
@@ -25,6 +25,9 @@ Deliverer = Callable[[StepOutput], None]
 class Engine:
     """A scheduler, its inbox and an executor.
 
+    observer       is told of each effect before it happens, host work excepted: that is done by then
+    host_delay_ns  a busy-wait after each plan, a testing aid: what would a slower host do? Its span is `delay`
+
     `death` says why it must not be used any more, and is empty while it may be: the device does not answer, or `run`
     broke off in the middle of a step. Requests that are there end with an error, one after the other or with `run`.
     """
@@ -35,6 +38,8 @@ class Engine:
         self.inbox = Inbox()
         self.steps = 0
         self.death = ""
+        self.observer: Callable[[Effect], None] | None = None
+        self.host_delay_ns = 0
         self._deliver = deliver
         self._loop = pipeline(scheduler, self.inbox)
         self._reply: object = None
@@ -60,8 +65,12 @@ class Engine:
             except StopIteration:
                 return False
             self._reply = None
+            if self.observer is not None:
+                self.observer(effect)
             if isinstance(effect, Host):
                 self._host(effect)
+                if self.host_delay_ns and effect.kind == "plan":
+                    self._delay(effect.plan)
             elif isinstance(effect, Launch):
                 self.steps += 1
                 self._reply = self.executor.launch(effect.program)
@@ -93,8 +102,19 @@ class Engine:
 
     def _host(self, effect: Host) -> None:
         """Host work that the loop did since the last effect."""
+        plan = effect.plan
+        self._span(effect.kind, plan.step, plan.slot, plan.num_seqs)
+
+    def _delay(self, plan: StepPlan) -> None:
+        """Keeps the host's thread busy, as work in Python would."""
+        end = self._host_since + self.host_delay_ns
+        while time.perf_counter_ns() < end:
+            pass
+        self._span("delay", plan.step, plan.slot, plan.num_seqs)
+
+    def _span(self, name: str, step: int, slot: int, size: int) -> None:
+        """Host work from the last effect until now."""
         now = time.perf_counter_ns()
-        timeline, plan = self.executor.timeline, effect.plan
-        if timeline is not None:
-            timeline.spans.append(Span("host", effect.kind, plan.step, plan.slot, self._host_since, now, plan.num_seqs))
+        if self.executor.timeline is not None:
+            self.executor.timeline.spans.append(Span("host", name, step, slot, self._host_since, now, size))
         self._host_since = now

@@ -65,6 +65,8 @@ class Lanes(Protocol):
 
     def read(self, taken: Any) -> list[tuple[int, int]]: ...
 
+    def clock_error_ns(self) -> int: ...
+
 
 class Compute(Protocol):
     """What runs on the compute lane: see executors/compute.py."""

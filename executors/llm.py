@@ -16,7 +16,7 @@ import torch
 
 from asyncsched.errors import AsyncschedError, ConfigError
 from asyncsched.pipeline import Abort
-from asyncsched.plan import StepOutput
+from asyncsched.plan import StepOutput, StepPlan
 from asyncsched.program import Lane
 from asyncsched.request import SamplingParams, TokenArray
 from asyncsched.scheduler import Scheduler
@@ -54,13 +54,15 @@ Result = StreamPiece | RequestOutput
 class LLM:
     """One model, ready to generate. Every setting of `EngineConfig` may be given by name.
 
-    model       folder, .gguf file or hub name; or a transformers configuration, with dummy_weights
+    model       folder, .gguf file or hub name; or a transformers configuration, with dummy_weights; or a loaded
+                `Model`, which several LLMs may share
     mode, depth "sync" is depth 1, "async" depth 2; a depth given alone decides
     device      "auto" is CUDA where there is one
     dtype       "auto" is the checkpoint's on CUDA, float32 on the CPU
     num_blocks  KV blocks; None takes what fits the free memory
     seed        for requests without a seed of their own, and for dummy weights
     timeline    record spans of every lane
+    decisions   keep the scheduler's decision log, in `log`; without a choice, where there is a timeline
     compile     compile the model's layers; None means on CUDA
     nvtx        mark steps and lanes for Nsight Systems; needs CUDA
     report      called with one line for each stage of start-up
@@ -83,6 +85,7 @@ class LLM:
         seed: int = 0,
         timeline: bool = False,
         nvtx: bool = False,
+        decisions: bool | None = None,
         report: Report | None = None,
         attention: str = "auto",
         compile: bool | CompileSettings | None = None,
@@ -94,15 +97,19 @@ class LLM:
         where = device_of(device)
         marks = recorder(where) if nvtx else None
         weights = dtype_of(dtype, where)
-        self.model = Model.load(
-            model,
-            device=where,
-            dtype=weights,
-            dummy_weights=dummy_weights,
-            seed=seed,
-            attention=attention,
-            compile=compile_settings(compile, where),
-            report=say,
+        self.model = (
+            model
+            if isinstance(model, Model)
+            else Model.load(
+                model,
+                device=where,
+                dtype=weights,
+                dummy_weights=dummy_weights,
+                seed=seed,
+                attention=attention,
+                compile=compile_settings(compile, where),
+                report=say,
+            )
         )
         self.config = engine_config(self.model, steps, num_blocks, engine)
         say(f"allocating {self.config.num_blocks} KV blocks of {self.config.block_size} tokens")
@@ -112,7 +119,8 @@ class LLM:
             tokenizer = load_tokenizer(model)
         self.timeline = Timeline() if timeline else None
         self.log: list[str] = []
-        self.scheduler = Scheduler(self.config, log=self.log if timeline else None)
+        logged = timeline if decisions is None else decisions
+        self.scheduler = Scheduler(self.config, log=self.log if logged else None)
         self.frontend = Frontend(None if tokenizer == "auto" else tokenizer, eos_token_ids(self.model))
         lanes: Lanes = CudaLanes(where, timed=timeline) if where.type == "cuda" else CpuLanes()
         self._sampling_rows = SamplingRows(self.scheduler.rows.capacity, self.model.vocab_size, seed=seed)
@@ -162,6 +170,17 @@ class LLM:
             raise ConfigError("messages", len(messages), "the model's tokenizer has no chat template: give a prompt")
         encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
+
+    # ---- what a recording asks --------------------------------------------------------------------------------------
+
+    def captures(self, plan: StepPlan) -> bool:
+        """Whether the step runs as one CUDA graph."""
+        return self._compute.is_captured(plan)
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured so far."""
+        return self._compute.num_graphs
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
