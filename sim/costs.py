@@ -197,9 +197,10 @@ class Overlap(Section):
 
 
 class Jitter(Section):
-    """Seeded multipliers with mean 1 on host work, copies and forward passes; sigma is that of their logarithm."""
+    """Seeded multipliers with mean 1 on host work, copies and forward passes; sigma is that of their logarithm. The
+    kind "profile" draws from what a profile measured."""
 
-    kind: Literal["none", "lognormal"] = "none"
+    kind: Literal["none", "lognormal", "profile"] = "none"
     host_sigma: Annotated[float, Field(ge=0, le=2)] = 0.0
     copy_sigma: Annotated[float, Field(ge=0, le=2)] = 0.0
     gpu_sigma: Annotated[float, Field(ge=0, le=2)] = 0.0

@@ -34,6 +34,8 @@ class Stream(IntEnum):
     RESTORE = 13
     DEQUANTISE = 14
     DESIGN = 15
+    DELIVER = 16
+    RUN = 17
 
 
 def generator(seed: int, stream: Stream, block: int = 0) -> np.random.Generator:

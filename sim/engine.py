@@ -21,11 +21,13 @@ from asyncsched.pipeline import Collect, Deliver, Host, Idle, Inbox, Landed, Lau
 from asyncsched.plan import StepOutput, StepPlan, StepShape
 from asyncsched.program import Template, build_program
 from asyncsched.request import FinishReason, TokenArray
+from asyncsched.run_log import RunLog
 from asyncsched.scheduler import Scheduler
 from asyncsched.stretch import Stretch
 from asyncsched.timeline import LaneAccount, Timeline
 from sim.costs import CostModel
 from sim.lanes import HOST, Lanes
+from sim.measured import MeasuredCosts, MeasuredLanes
 
 TEXT, END = 0, 1  # the simulated model's vocabulary: a token, and the token that ends a request
 AFTER_THE_WORLD = EventPriority(2)  # of an engine's events; SimPy's own are 0 and 1
@@ -55,7 +57,7 @@ class SimEngine:
         self,
         env: simpy.Environment,
         scheduler: Scheduler,
-        costs: CostModel,
+        costs: CostModel | MeasuredCosts,
         last_positions: NDArray[np.int64],
         *,
         timeline: Timeline | None = None,
@@ -65,19 +67,25 @@ class SimEngine:
         self.scheduler = scheduler
         self.inbox = Inbox()
         self.metrics = ServingMetrics()
-        self.lanes = Lanes(costs, scheduler.config.depth, timeline)
+        self.lanes: Lanes | MeasuredLanes = (
+            MeasuredLanes(costs, timeline)
+            if isinstance(costs, MeasuredCosts)
+            else Lanes(costs, scheduler.config.depth, timeline)
+        )
+        self.log: RunLog | None = None  # is told what happens, where somebody wants a record of the run
         self.steps = 0
         self.leaped = 0  # of these, in leaps
         self.kv_peak = 0
         self.rejections: list[str] = []
         self._last_positions = last_positions
-        self._leaps = leaps
+        self._leaps = leaps and not isinstance(costs, MeasuredCosts)  # measured lanes are stepped
         self._stops = True
         self._pace_ns = 1  # of a step in the last leap: how many prices the next one may need
         self._wake: simpy.Event | None = None
         self._end: simpy.Event | None = None
         self._shapes = [StepShape(0, 0, 0, 0, 0, 0, 0, 0)] * scheduler.config.depth  # of the steps in flight, by slot
         self._in_flight = 0
+        self._submitted = 0
 
     @property
     def account(self) -> LaneAccount:
@@ -105,6 +113,7 @@ class SimEngine:
         loop = pipeline(self.scheduler, self.inbox, leaps=self._leaps)
         reply: object = None
         times: list[int] = []  # of the commits of a leap
+        settled: StepPlan | None = None  # collected, and not delivered
         while True:
             try:
                 effect = loop.send(reply)
@@ -124,12 +133,17 @@ class SimEngine:
                     yield Moment(env, free[HOST])
             elif isinstance(effect, Collect):
                 self._in_flight -= 1
+                settled = effect.plan
                 lanes.synchronize(effect.ticket, effect.plan)  # type: ignore[arg-type]  # as Launch was answered
                 reply = self._tokens(effect.plan)
             elif isinstance(effect, Deliver):
                 if free[HOST] > env.now:
                     yield Moment(env, free[HOST])
                 self._deliver(effect.output, free[HOST])
+                if isinstance(lanes, MeasuredLanes) and settled is not None:
+                    lanes.host("deliver", settled, self._shapes[settled.slot])
+                    settled = None
+                    yield Moment(env, free[HOST])
             elif isinstance(effect, Leap):
                 times, reply = self._leap(effect)
                 if times:
@@ -143,6 +157,12 @@ class SimEngine:
     def _planned(self, plan: StepPlan) -> None:
         self._shapes[plan.slot] = StepShape.of(plan, self.scheduler.config.sliding_window)
         self.steps += 1
+        if self.log is not None:
+            self.log.planned(plan)
+        if isinstance(self.lanes, MeasuredLanes):
+            submitted = self.scheduler.counts.submitted
+            self.lanes.submitted(submitted - self._submitted)
+            self._submitted = submitted
         self.kv_peak = max(self.kv_peak, self.scheduler.residency.pool.num_held)
 
     def _tokens(self, plan: StepPlan) -> TokenArray:
@@ -152,6 +172,8 @@ class SimEngine:
 
     def _deliver(self, output: StepOutput, now_ns: int) -> None:
         self.metrics.delivered(output, now_ns)
+        if self.log is not None:
+            self.log.delivered(now_ns, output)
         if output.finished and self._end is not None:
             self._end.succeed()
             self._end = None
@@ -162,6 +184,7 @@ class SimEngine:
     def _leap(self, effect: Leap) -> tuple[list[int], Leaped]:
         """Advances the lanes over as many steps as begin before the world does anything, or a request stops."""
         stretch, in_flight = effect
+        assert isinstance(self.lanes, Lanes)  # others do not leap
         lanes, costs, until = self.lanes, self.lanes.costs, self.env.peek()
         steps = stretch.steps
         if self._stops:  # END must not be among the tokens that are collected

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Self, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, Field, create_model, model_validator
 
@@ -25,6 +25,8 @@ from asyncsched.errors import ConfigError
 from asyncsched.goodput import ServiceLevels
 from asyncsched.policy_set import PolicySet
 from sim.costs import CopyCosts, CostModel, GpuCosts, HostCosts, Jitter, JitteredCosts, LaneCosts, Overlap
+from sim.measured import MeasuredCosts
+from sim.profile import Profile
 from sim.spec import Count, Section, unknown, validate
 from sim.trace import PACKAGED
 from sim.workload import Arrival, Workload, WorkloadSpec, build_workload
@@ -81,11 +83,24 @@ class Scenario(Section):
     engine: Annotated[dict[str, Any], AfterValidator(_check_engine)] = Field(default={}, validate_default=True)
     host: HostCosts = HostCosts()
     copies: CopyCosts = Field(default=CopyCosts(), alias="copy")  # a pydantic model has a method `copy`
-    gpu: GpuCosts
+    gpu: GpuCosts | None = None
     overlap: Overlap = Overlap()
     jitter: Jitter = Jitter()
     workload: WorkloadSpec
     goodput: Goodput = Goodput()
+    profile: Profile | None = None
+
+    @model_validator(mode="after")
+    def _check_prices(self) -> Self:
+        """A profile has all prices; without one the GPU's have no default."""
+        if self.profile is None:
+            if self.gpu is None:
+                raise ConfigError("gpu", None, "a value is required, there is no default")
+            if self.jitter.kind == "profile":
+                raise ConfigError("jitter.kind", "profile", "it needs a profile")
+        elif self.gpu is not None:
+            raise ConfigError("gpu", self.gpu.kind, "the profile has its prices; leave one of the two out")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -113,7 +128,11 @@ class Scenario(Section):
         levels = ServiceLevels(**self.goodput.model_dump())
         return None if levels == ServiceLevels() else levels
 
-    def costs(self) -> CostModel:
+    def costs(self) -> CostModel | MeasuredCosts:
+        if self.profile is not None:
+            seed = self.seed if self.jitter.kind == "profile" else None
+            return MeasuredCosts(self.profile, depth=self.depth, seed=seed)
+        assert self.gpu is not None  # checked when the scenario was made
         costs = LaneCosts(
             self.host, self.copies, self.gpu, self.overlap, depth=self.depth, block_size=self.engine["block_size"]
         )
@@ -141,6 +160,12 @@ def load_preset(name: str, overrides: Iterable[str] = ()) -> Scenario:
 def presets() -> dict[str, str]:
     """Names and descriptions."""
     return {path.stem: read_scenario(path)["description"] for path in sorted(PRESETS.glob("*.toml"))}
+
+
+def with_profile(data: Mapping[str, Any], profile: Mapping[str, Any]) -> dict[str, Any]:
+    """The scenario with a profile's prices instead of its own."""
+    own = ("host", "copy", "gpu", "overlap", "jitter")
+    return {**{key: value for key, value in data.items() if key not in own}, "profile": dict(profile)}
 
 
 def read_preset(name: str) -> dict[str, Any]:

@@ -127,7 +127,7 @@ BAD = {
     "gpu.step_us.x=1": "gpu.step_us: 10 is not allowed; it must be a table for gpu.step_us.x to be set",
     "copy.h2d_gb_s=0": "copy.h2d_gb_s: 0 is not allowed; it must be greater than or equal to 0.001",
     "overlap.gpu_contention=0.9": "overlap.gpu_contention: 0.9 is not allowed; it must be greater than or equal to 1",
-    "jitter.kind=normal": "jitter.kind: 'normal' is not allowed; it must be 'none' or 'lognormal'",
+    "jitter.kind=normal": "jitter.kind: 'normal' is not allowed; it must be 'none', 'lognormal' or 'profile'",
     "workload.num_requests=0": "workload.num_requests: 0 is not allowed; it must be greater than or equal to 1",
     "workload.prompt.tokens=0": "workload.prompt.tokens: 0 is not allowed; it must be greater than or equal to 1",
     "workload.stop=eos": "workload.max_tokens: missing; stop = \"eos\" needs",

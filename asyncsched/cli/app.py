@@ -16,12 +16,16 @@ import typer
 
 from asyncsched.cli.advise import advise
 from asyncsched.cli.bench import bench
+from asyncsched.cli.calibrate import calibrate
 from asyncsched.cli.capacity import capacity
 from asyncsched.cli.fuzz import fuzz
 from asyncsched.cli.generate import generate
 from asyncsched.cli.presets import presets
+from asyncsched.cli.record import record
 from asyncsched.cli.simulate import simulate
 from asyncsched.cli.sweep import sweep
+from asyncsched.cli.validate import validate
+from asyncsched.cli.whatif import whatif
 from asyncsched.errors import AsyncschedError, BadInputError, ConfigError
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -40,6 +44,10 @@ app.command()(presets)
 app.command()(fuzz)
 app.command()(generate)
 app.command()(bench)
+app.command()(record)
+app.command()(calibrate)
+app.command()(validate)
+app.command()(whatif)
 
 
 @app.callback(invoke_without_command=True)

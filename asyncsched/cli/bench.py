@@ -25,6 +25,7 @@ from asyncsched.cli.loading import (
     Plot,
     Settings,
     Trace,
+    check_model,
     engine_settings,
     load_llm,
     parse_depth,
@@ -32,7 +33,7 @@ from asyncsched.cli.loading import (
     say,
 )
 from asyncsched.cli.measured import write_timelines
-from asyncsched.errors import MISSING, ConfigError
+from asyncsched.errors import ConfigError
 from asyncsched.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def bench(
     engine = {"max_num_seqs": seats, **engine_settings(settings), "device": device, "compile": compile, "nvtx": nvtx}
     if batch_invariant:
         engine["batch_invariant"] = True
-    what = _check_model(model, config, dummy_weights)
+    what = check_model(model, config, dummy_weights)
     require_torch(cuda_for="--profile" if profile else "")
     shape: Any = model
     if config is not None:
@@ -155,21 +156,6 @@ def _depths(mode: str | None, depth: str | None) -> dict[str, int]:
         if steps not in named.values():
             named[f"depth {steps}"] = steps
     return named
-
-
-def _check_model(model: str | None, config: str | None, dummy_weights: bool) -> str:
-    """What to call the model."""
-    if (model is None) == (config is None):
-        raise ConfigError(
-            "--model",
-            MISSING if model is None else model,
-            "give one of --model NAME and --config NAME --dummy-weights",
-        )
-    if model is not None and not (model and model.isprintable()):
-        raise ConfigError("--model", model, "name a folder, a .gguf file, or a model on the Hub")
-    if config is not None and not dummy_weights:
-        raise ConfigError("--config", config, "a shape has no weights: add --dummy-weights")
-    return model or config or ""
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------

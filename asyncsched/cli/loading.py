@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from asyncsched.config import FIELD_NAMES
-from asyncsched.errors import INSTALL_TORCH, BadInputError, ConfigError
+from asyncsched.errors import INSTALL_TORCH, MISSING, BadInputError, ConfigError
 
 if TYPE_CHECKING:
     from executors.llm import LLM
@@ -82,6 +82,21 @@ def parse_depth(option: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 4 and int(text) >= 1):
         raise ConfigError(option, text, "use a whole number of at least 1")
     return int(text)
+
+
+def check_model(model: str | None, config: str | None, dummy_weights: bool) -> str:
+    """What to call the model."""
+    if (model is None) == (config is None):
+        raise ConfigError(
+            "--model",
+            MISSING if model is None else model,
+            "give one of --model NAME and --config NAME --dummy-weights",
+        )
+    if model is not None and not (model and model.isprintable()):
+        raise ConfigError("--model", model, "name a folder, a .gguf file, or a model on the Hub")
+    if config is not None and not dummy_weights:
+        raise ConfigError("--config", config, "a shape has no weights: add --dummy-weights")
+    return model or config or ""
 
 
 def engine_settings(texts: Sequence[str] | None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from asyncsched.cli.inputs import (
     scenario_name,
 )
 from asyncsched.cli.progress import progress_bar
+from asyncsched.cli.runs import ProfileName, load_profile_data
 from asyncsched.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def simulate(
     overrides: Overrides = None,
     strict: Strict = False,
     goodput: Goodput = None,
+    profile: ProfileName = None,
     as_json: AsJson = False,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE.json", help="Write a trace; open it at https://ui.perfetto.dev.")
@@ -98,7 +100,10 @@ def simulate(
     from sim.run import simulate as run
     from sim.scenario import Scenario
 
-    checked = Scenario.from_dict(scenario_data(scenario, preset, overrides, strict=strict, goodput=goodput))
+    data = scenario_data(scenario, preset, overrides, strict=strict, goodput=goodput)
+    if profile is not None:
+        data = _at_prices_of(profile, data, overrides or [])
+    checked = Scenario.from_dict(data)
     with progress_bar("simulating") as progress:
         result = run(checked, spans=trace is not None or plot is not None, leaps=leaps, progress=progress)
     summary = result.summary()
@@ -112,6 +117,16 @@ def simulate(
         print_json(summary)
     else:
         _print_summary(summary, name)
+
+
+def _at_prices_of(profile: str, data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """The scenario with a profile's prices; overrides of prices change the profile's, those of jitter stay."""
+    from sim.scenario import apply_overrides, with_profile
+
+    of_prices = [one for one in overrides if one.partition("=")[0].strip().split(".")[0] in ("host", "copy", "gpu")]
+    of_jitter = [one for one in overrides if one.partition("=")[0].strip().split(".")[0] == "jitter"]
+    prices = apply_overrides(load_profile_data(profile), of_prices)
+    return apply_overrides(with_profile(data, prices), of_jitter)
 
 
 def _name(scenario: str, summary: dict[str, Any]) -> str:

@@ -1,0 +1,64 @@
+"""Runs and profiles that commands name: files, or what comes along with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from asyncsched.errors import ConfigError
+from asyncsched.run_files import ARCHIVE, IN_ARCHIVE, read_run, read_runs
+
+if TYPE_CHECKING:
+    from asyncsched.runs import Run
+    from sim.profile import Profile
+
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="A folder, ARCHIVE.tar.xz::NAME, or a run that comes along.")
+]
+ProfileName = Annotated[
+    str | None,
+    typer.Option("--profile", metavar="FILE.toml|NAME", help="A profile, or the name of one that comes along."),
+]
+
+
+def load_run(name: str) -> Run:
+    """Raises ConfigError."""
+    return read_run(_packaged_run(name))
+
+
+def load_runs(names: list[str]) -> list[Run]:
+    """Every run of every name. Raises ConfigError."""
+    return [run for name in names for run in read_runs(_packaged_run(name))]
+
+
+def load_profile_data(name: str) -> dict[str, Any]:
+    """A profile as it is written. Raises ConfigError."""
+    from sim.profile import read_profile_data
+
+    packaged = _folder() / f"{name}.toml"
+    return read_profile_data(packaged if packaged.is_file() and not Path(name).exists() else name)
+
+
+def load_profile(name: str | None) -> Profile:
+    """Raises ConfigError."""
+    from sim.profile import Profile
+
+    if name is None:
+        raise ConfigError("--profile", None, "name a profile; `asyncsched calibrate` makes one")
+    return Profile.from_dict(load_profile_data(name))
+
+
+def _packaged_run(name: str) -> str:
+    archive, separator, run = name.partition(IN_ARCHIVE)
+    packaged = _folder() / f"{archive.removesuffix(ARCHIVE)}{ARCHIVE}"
+    if not Path(archive).exists() and packaged.is_file():
+        return f"{packaged}{separator}{run}"
+    return name
+
+
+def _folder() -> Path:
+    import sim
+
+    return Path(str(sim.__file__)).parent / "profiles"

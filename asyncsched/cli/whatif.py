@@ -1,0 +1,108 @@
+"""`asyncsched whatif`: what a recorded run would have been, had something been different."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from asyncsched.cli.figures import FIGURES, number
+from asyncsched.cli.inputs import AsJson, print_json
+from asyncsched.cli.runs import ProfileName, RunName, load_profile_data, load_run
+from asyncsched.cli.validate import label
+from asyncsched.config import FIELD_NAMES
+from asyncsched.errors import ConfigError
+
+PROFILE_SECTIONS = ("host", "copy", "gpu")
+MODES = {"sync": 1, "async": 2}
+SHOWN = ("makespan_s", "output_throughput", "ttft_ms.mean", "ttft_ms.p99", "tpot_ms.mean", "itl_ms.p99", "e2el_ms.mean")
+SHOWN_MORE = ("gpu_active", "idle.host", "idle.no_work", "steps", "preemptions")
+
+
+def whatif(
+    run: RunName,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="host.scale=2, depth=1, max_num_seqs=64, host.delay_us=1000, gpu.scale=0.5, ... Repeatable.",
+        ),
+    ] = None,
+    profile: ProfileName = None,
+    as_json: AsJson = False,
+) -> None:
+    """What would this run have been? Without a profile, prices are learnt from the run itself."""
+    if not changes:
+        raise ConfigError("--set", None, "say what is different, as in host.scale=2 or depth=1")
+    of_engine, of_profile = _sort(changes)
+    recorded = load_run(run)
+    from sim.calibrate import calibrate
+    from sim.predict import predict
+    from sim.profile import Profile
+    from sim.scenario import override_values
+    from sim.validate import figures
+
+    data = load_profile_data(profile) if profile is not None else calibrate([recorded]).to_dict()
+    as_it_was = Profile.from_dict(data)
+    changed = Profile.from_dict(override_values(data, of_profile))
+    rows = {
+        "measured": figures(recorded),
+        "predicted": figures(predict(recorded, as_it_was)),
+        "what if": figures(predict(recorded, changed, **of_engine)),
+    }
+    if as_json:
+        print_json({"run": recorded.info.name, "set": changes, **rows})
+    else:
+        _print_rows(recorded.info.name, changes, rows)
+
+
+def _sort(changes: Sequence[str]) -> tuple[dict[str, Any], dict[str, object]]:
+    """Changes of the engine, and of the profile."""
+    from sim.scenario import parse_value
+
+    engine: dict[str, Any] = {}
+    prices: dict[str, object] = {}
+    for change in changes:
+        key, separator, text = (part.strip() for part in change.partition("="))
+        if not separator or not key:
+            raise ConfigError("--set", change, "use key=value, as in host.scale=2")
+        value = parse_value(text)
+        if key == "mode":
+            if value not in MODES:
+                raise ConfigError("mode", value, "use sync or async, or give a depth")
+            engine["depth"] = MODES[str(value)]
+        elif key.removeprefix("engine.") in FIELD_NAMES:
+            engine[key.removeprefix("engine.")] = tuple(value) if isinstance(value, list) else value
+        elif key.split(".")[0] in PROFILE_SECTIONS and "." in key:
+            prices[key] = float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        else:
+            allowed = f"use a setting of the engine ({', '.join(FIELD_NAMES)}) or a key under host, copy or gpu"
+            raise ConfigError("--set", change, allowed)
+    return engine, prices
+
+
+def _print_rows(name: str, changes: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> None:
+    from asyncsched.cli.tables import print_table
+
+    table = []
+    for figure in (*SHOWN, *SHOWN_MORE):
+        before, after = rows["predicted"].get(figure), rows["what if"].get(figure)
+        if before is None or after is None:
+            continue
+        measured = rows["measured"].get(figure)
+        shift = f"{100 * (after / before - 1):+.1f}%" if before and figure in SHOWN else ""
+        cells = ["-" if value is None else _write(figure, value) for value in (measured, before, after)]
+        table.append((label(figure), *cells, shift))
+    columns = ("figure", "measured", "predicted", "what if", "change")
+    print_table(f"{name}, {', '.join(changes)}", columns, table, numbers=columns[1:])
+
+
+def _write(figure: str, value: float) -> str:
+    if figure == "gpu_active" or figure.startswith("idle."):
+        return f"{value:.1%}"
+    if figure in ("steps", "preemptions"):
+        return f"{value:,.0f}"
+    known = FIGURES.get(figure)
+    return f"{number(float(value))} {known.unit if known is not None else ''}".strip()

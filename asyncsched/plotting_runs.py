@@ -1,0 +1,79 @@
+"""A measured run and its prediction in one picture: who ran and waited when, and how latencies are distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from asyncsched.plotting import SERIES_COLOURS, _figure, _save, _set_title, _style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MEASURED, PREDICTED = SERIES_COLOURS[0], SERIES_COLOURS[1]
+
+
+class Side(NamedTuple):
+    """What is drawn of one run. occupancy: `running` and `waiting`, each times (s) and counts from then on.
+    latencies: values (ms) by the name of their panel."""
+
+    occupancy: Mapping[str, tuple[Any, Any]]
+    latencies: Mapping[str, Any]
+
+
+def plot_validation(measured: Side, predicted: Side, path: Path, *, title: str) -> None:
+    """Draws both over one another."""
+    panels = [name for name, values in measured.latencies.items() if len(values)][:3]
+    with _style():
+        figure = _figure(11.0, 6.4, layout="constrained")
+        grid = figure.add_gridspec(2, 6)
+        for place, name in enumerate(("running", "waiting")):
+            axes = figure.add_subplot(grid[0, 3 * place : 3 * place + 3])
+            for side, colour, style, label in _sides(measured, predicted):
+                times, counts = side.occupancy[name]
+                if len(times):
+                    axes.step(times, counts, where="post", color=colour, linestyle=style, linewidth=1.6, label=label)
+            axes.set(xlabel="time (s)", ylabel=f"requests {name}")
+            axes.set_ylim(bottom=0)
+            axes.legend(frameon=False)
+        width = 6 // max(len(panels), 1)
+        for place, name in enumerate(panels):
+            axes = figure.add_subplot(grid[1, width * place : width * (place + 1)])
+            for side, colour, style, label in _sides(measured, predicted):
+                _draw_distribution(axes, side.latencies[name], color=colour, linestyle=style, label=label)
+            axes.set(xlabel=name, ylabel="share of requests" if place == 0 else "")
+            axes.set_ylim(0, 1.02)
+            axes.grid(color="#E5E5E5", linewidth=0.8)
+        _set_title(figure, title)
+        _save(figure, path)
+
+
+def plot_bars(names: Sequence[str], errors: Sequence[Mapping[str, float]], path: Path, *, title: str) -> None:
+    """Signed errors in percent: a row of dots per figure, one dot per run; `errors` maps figures to errors, by run."""
+    with _style():
+        figure = _figure(8.5, 0.42 * len(names) + 1.6, layout="constrained")
+        axes = figure.subplots()
+        for row, name in enumerate(names):
+            values = [one[name] for one in errors if name in one]
+            axes.plot(values, [row] * len(values), "o", color=MEASURED, markersize=5, alpha=0.6)
+        axes.axvline(0, color="#777777", linewidth=1)
+        axes.set_yticks(range(len(names)), list(names))
+        axes.invert_yaxis()
+        axes.grid(axis="x", color="#E5E5E5", linewidth=0.8)
+        axes.set(xlabel="predicted over measured (%; points for shares)")
+        _set_title(figure, title)
+        _save(figure, path)
+
+
+def _sides(measured: Side, predicted: Side) -> tuple[tuple[Side, str, str, str], ...]:
+    return (measured, MEASURED, "-", "measured"), (predicted, PREDICTED, "--", "predicted")
+
+
+def _draw_distribution(axes: Axes, values: Any, **line: Any) -> None:
+    ordered = np.sort(np.asarray(values))
+    if len(ordered):
+        shares = np.arange(1, len(ordered) + 1) / len(ordered)
+        axes.step(ordered, shares, where="post", linewidth=1.6, **line)

@@ -1,0 +1,231 @@
+"""Records the runs that profiles are fitted to and judged by: one model in memory, a synchronous and an asynchronous
+engine over it, workloads that arrive in real time.
+
+    python experiments/record_h200.py --out DIR [--config llama-8b --config llama-1b] [--only fit,heldout,delay,tight]
+
+Needs a CUDA device; `--dry-run` does the same with a tiny model and small workloads wherever it is started. Writes
+one archive per shape and group, each as soon as it is complete. A group whose archive exists is left out, so that a
+campaign that broke off is continued by the same command. Takes about five minutes on an H200.
+
+    fit      batch sizes, lengths and an arrival rate to learn from
+    heldout  other batch sizes, lengths and rates
+    delay    one workload with the host kept busy for longer and longer in each step
+    tight    a KV pool that is too small for everybody, so that requests are preempted
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+
+from asyncsched.errors import AsyncschedError
+from asyncsched.run_files import ARCHIVE, write_archive
+from asyncsched.runs import Run
+from executors.llm import LLM
+from executors.models import Model
+from executors.named_configs import named_config
+from executors.recorder import Recorder, TimedRequest, warm_up
+from sim.spec import validate
+from sim.workload import SyntheticWorkload, build_workload
+
+GROUPS = ("fit", "heldout", "delay", "tight")
+MODES = {"sync": 1, "async": 2}
+DELAYS_US = (0, 500, 1000, 2000, 5000, 8000, 12_000)
+ENGINE = {"max_num_seqs": 128, "max_num_batched_tokens": 8192, "max_model_len": 4096, "num_blocks": 16_384}
+TIGHT = {**ENGINE, "max_num_seqs": 64, "num_blocks": 1024}
+DRY = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256, "num_blocks": 512}
+DRY_TIGHT = {**DRY, "max_model_len": 96, "num_blocks": 9}
+
+
+class Spec(NamedTuple):
+    """A workload: requests all at once, or at a rate; lengths are fixed, or (least, most)."""
+
+    name: str
+    requests: int
+    prompt: int | tuple[int, int]
+    output: int | tuple[int, int]
+    rate: float | None = None
+    delays_us: tuple[float, ...] = (0,)
+
+    def workload(self) -> SyntheticWorkload:
+        arrivals = {"kind": "all-at-once"} if self.rate is None else {"kind": "poisson", "rate_per_s": self.rate}
+        lengths = {"prompt": _length(self.prompt), "output": _length(self.output)}
+        data = {"kind": "synthetic", "num_requests": self.requests, "arrivals": arrivals, **lengths}
+        return validate(SyntheticWorkload, data)
+
+    def smaller(self) -> Spec:
+        """For a tiny model on a CPU."""
+        requests = max(self.requests // 8, 1)
+        shrink = lambda size: max(size // 16, 3) if isinstance(size, int) else tuple(max(s // 16, 3) for s in size)  # noqa: E731
+        rate = None if self.rate is None else 4 * self.rate
+        return self._replace(
+            requests=requests,
+            prompt=shrink(self.prompt),
+            output=shrink(self.output),
+            rate=rate,
+            delays_us=self.delays_us[:3],
+        )
+
+
+SPECS: dict[str, tuple[Spec, ...]] = {
+    "fit": (
+        Spec("closed-1", 1, 128, 128),
+        Spec("closed-8", 8, 256, 160),
+        Spec("closed-16-long", 16, 2048, 128),
+        Spec("closed-32", 32, 128, 256),
+        Spec("closed-64", 64, 512, 192),
+        Spec("closed-128", 128, 128, 160),
+        Spec("closed-112-ending", 112, (16, 400), (8, 280)),
+        Spec("open-10", 50, (32, 768), (32, 160), rate=10.0),
+        Spec("open-4-long", 16, (512, 2500), (64, 128), rate=4.0),
+    ),
+    "heldout": (
+        Spec("closed-24-long", 24, 1400, 160),
+        Spec("closed-48", 48, 192, 224),
+        Spec("closed-96", 96, 320, 128),
+        Spec("closed-40-mixed-lengths", 40, (50, 900), (40, 240)),
+        Spec("open-6", 40, (100, 1000), (40, 200), rate=6.0),
+        Spec("open-15", 75, (16, 500), (16, 200), rate=15.0),
+    ),
+    "delay": (Spec("closed-32", 32, 128, 160, delays_us=DELAYS_US),),
+    "tight": (Spec("closed-60", 60, 200, 160), Spec("open-20", 60, (64, 500), (64, 240), rate=20.0)),
+}
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for the archives; it must exist.")],
+    config: Annotated[list[str] | None, typer.Option(help="Named model shapes.")] = None,
+    only: Annotated[str, typer.Option(help="Groups, separated by commas.")] = ",".join(GROUPS),
+    minutes: Annotated[float, typer.Option(help="Start no run after this time.")] = 8.0,
+    dry_run: Annotated[bool, typer.Option(help="A tiny model and small workloads, wherever this is.")] = False,
+) -> None:
+    """Record everything that is not there yet."""
+    groups = only.split(",")
+    if unknown := [group for group in groups if group not in GROUPS]:
+        raise SystemExit(f"error: --only: {unknown[0]!r} is not allowed; use {', '.join(GROUPS)}")
+    if not out.is_dir():
+        raise SystemExit(f"error: --out: {str(out)!r} is not allowed; name a folder that exists")
+    clock = _Clock(minutes * 60)
+    for shape in ["llama-tiny"] if dry_run else config or ["llama-8b", "llama-1b"]:
+        missing = [group for group in groups if not _archive(out, shape, group).exists()]
+        if missing:
+            _record_shape(shape, missing, out, clock, dry_run)
+    clock.say("done")
+
+
+class _Clock:
+    def __init__(self, budget_s: float) -> None:
+        self.started, self.budget_s = time.perf_counter(), budget_s
+
+    @property
+    def is_over(self) -> bool:
+        return time.perf_counter() - self.started > self.budget_s
+
+    def say(self, line: str) -> None:
+        print(f"{time.perf_counter() - self.started:6.1f} s  {line}", flush=True)
+
+
+def _record_shape(shape: str, groups: list[str], out: Path, clock: _Clock, dry_run: bool) -> None:
+    model: Any = named_config(shape)  # until the first engine has loaded it
+    for tight in (False, True):
+        wanted = [group for group in groups if (group == "tight") == tight]
+        if wanted:
+            engine = (DRY_TIGHT if tight else DRY) if dry_run else TIGHT if tight else ENGINE
+            model = _record_groups(model, shape, wanted, engine, out, clock, dry_run)
+            _release()
+    del model
+    _release()
+
+
+def _record_groups(
+    model: Any, shape: str, groups: list[str], engine: dict[str, int], out: Path, clock: _Clock, dry_run: bool
+) -> Model:
+    """Returns the model, which the engines share."""
+    llms = {}
+    for mode, depth in MODES.items():
+        clock.say(f"{shape} {mode}: making the engine")
+        llms[mode] = LLM(
+            model,
+            depth=depth,
+            device="cpu" if dry_run else "cuda",
+            dummy_weights=True,
+            tokenizer=None,
+            timeline=True,
+            decisions=False,
+            report=clock.say,
+            **engine,
+        )
+        model = llms[mode].model
+        clock.say(f"{shape} {mode}: warming up")
+        warm_up(llms[mode])
+    for group in groups:
+        specs = [spec.smaller() for spec in SPECS[group]] if dry_run else SPECS[group]
+        runs = list(_record_group(llms, specs, clock))
+        if clock.is_over:
+            clock.say(f"{shape} {group}: out of time, not written")
+            break
+        write_archive(_archive(out, shape, group), runs)
+        clock.say(f"{shape} {group}: {len(runs)} runs, {_archive(out, shape, group).stat().st_size:,} bytes")
+    return model
+
+
+def _release() -> None:
+    """Gives the device memory of what is not used any more back, so that the next engine finds it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _record_group(llms: dict[str, LLM], specs: Any, clock: _Clock) -> Iterator[Run]:
+    """Modes take turns, so that a drift of the clocks is in both of them."""
+    for number, spec in enumerate(specs):
+        workload = spec.workload()
+        arrivals = build_workload(workload, number).arrivals
+        timed = [TimedRequest(one.arrival_ns, one.prompt_tokens, one.output_tokens) for one in arrivals]
+        for delay in spec.delays_us:
+            for mode, llm in llms.items():
+                if clock.is_over:
+                    return
+                name = f"{spec.name}-{mode}" + (f"-delay-{delay:g}us" if len(spec.delays_us) > 1 else "")
+                about = workload.model_dump(mode="json")
+                run = Recorder(llm, host_delay_us=delay).run(timed, name=name, seed=number, about=about)
+                _check(run)
+                _forget(llm)
+                tokens = run.requests.output_tokens.sum() / (run.info.makespan_ns / 1e9)
+                clock.say(
+                    f"{name}: {len(run.steps)} steps in {run.info.makespan_ns / 1e9:.2f} s, {tokens:.0f} tokens/s"
+                )
+                yield run
+
+
+def _check(run: Run) -> None:
+    """A run in which requests broke off is no truth to learn from."""
+    broken = [reason for reason in run.requests.finish if reason != "length"]
+    if broken:
+        raise AsyncschedError(f"{run.info.name}: {len(broken)} requests ended by {broken[0]}")
+
+
+def _forget(llm: LLM) -> None:
+    """Spans of runs that were recorded are not needed again."""
+    assert llm.timeline is not None
+    llm.timeline.spans.clear()
+
+
+def _archive(out: Path, shape: str, group: str) -> Path:
+    return out / f"{'cpu' if shape == 'llama-tiny' else 'h200'}-{shape}-{group}{ARCHIVE}"
+
+
+def _length(size: int | tuple[int, int]) -> dict[str, Any]:
+    if isinstance(size, int):
+        return {"kind": "fixed", "tokens": size}
+    return {"kind": "uniform", "min_tokens": size[0], "max_tokens": size[1]}
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,328 @@
+"""Learns a profile from recorded runs: what each lane takes for which sizes, how well that fits, and what varies.
+
+Every step is a sample of every lane. Host work is cut where the next begins, so that nothing falls between: a launch
+counts from the end of the fill, a delivery until the loop goes on. Clocks of host and device may be off by microseconds
+against each other; only sums over both of them matter to a prediction, and those are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncsched.errors import ConfigError
+from asyncsched.runs import UNKNOWN, IntArray, Run
+from sim.compute_fit import FEW, ComputeSteps, Mask, fit_compute, workloads_of
+from sim.fitting import FloatArray, fit, quality, ratios
+from sim.profile import STEP_KINDS, CopyProfile, FitItem, GpuProfile, HostPrice, HostProfile, JitterProfile, Profile
+
+TAIL_NS = 300_000  # a step that ends so soon after its launch may have waited for it
+
+
+def calibrate(runs: Sequence[Run], description: str = "") -> Profile:
+    """A profile fitted to all runs together. Raises ConfigError for runs that cannot be learnt from."""
+    samples = _gather(runs)
+    host, host_items, host_jitter = _host(samples)
+    gpu, gpu_items, gpu_jitter = _gpu(samples)
+    first = runs[0].info
+    return Profile(
+        schema=1,
+        description=description,
+        runs=tuple(run.info.name for run in runs),
+        device=dict(first.device),
+        model=dict(first.model),
+        versions=dict(first.versions),
+        engine={key: list(v) if isinstance(v, tuple) else v for key, v in first.engine.items() if v is not None},
+        host=host,
+        copy=_copies(samples),
+        gpu=gpu,
+        jitter=JitterProfile(**{**host_jitter, **gpu_jitter}),
+        fit={**host_items, **gpu_items},
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Samples:
+    """All steps of all runs, one entry per step and name. Durations and times are in microseconds.
+
+    run       which run the step is of, and `workload` which workload the run was of
+    overlap   the run had several steps in flight
+    busy      the compute lane was computing when this kind of host work began
+    idle      the compute lane had nothing to do when the step was enqueued
+    """
+
+    sizes: dict[str, IntArray]
+    host: dict[str, FloatArray]
+    busy: dict[str, Mask]
+    lanes: dict[str, FloatArray]
+    has: dict[str, Mask]
+    kind: NDArray[np.str_]
+    run: IntArray
+    overlap: Mask
+    idle: Mask
+    eager: Mask
+    head: FloatArray
+    tail: FloatArray
+    gap: FloatArray
+    workload: IntArray
+    collect: FloatArray
+    waited: Mask
+    submit: FloatArray
+    inline: bool
+
+    def __len__(self) -> int:
+        return len(self.run)
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+def _gather(runs: Sequence[Run]) -> Samples:
+    if not runs:
+        raise ConfigError("runs", None, "name at least one run to learn from")
+    for run in runs:
+        if not len(run.steps):
+            raise ConfigError("runs", run.info.name, "nobody saw its steps: there is nothing to learn from")
+        for what in ("device", "model"):
+            mine, first = getattr(run.info, what).get("name"), getattr(runs[0].info, what).get("name")
+            if mine != first:
+                raise ConfigError(
+                    what, mine, f"runs of one profile have one {what}, and {runs[0].info.name} had {first!r}"
+                )
+    keys = [(tuple(run.requests.prompt_tokens.tolist()), tuple(run.requests.output_tokens.tolist())) for run in runs]
+    parts = [_samples(run, number, of) for number, (run, of) in enumerate(zip(runs, workloads_of(keys), strict=True))]
+    merged: dict[str, Any] = {}
+    for name in Samples.__slots__:
+        values = [getattr(part, name) for part in parts]
+        if isinstance(values[0], dict):
+            merged[name] = {key: np.concatenate([value[key] for value in values]) for key in values[0]}
+        else:
+            merged[name] = values[0] if name == "inline" else np.concatenate(values)
+    return Samples(**merged)
+
+
+def _samples(run: Run, number: int, workload: int) -> Samples:
+    steps, count = run.steps, len(run.steps)
+    inline = bool(run.info.device.get("inline", False))
+    compute_end = steps.end("compute")
+    before = np.concatenate(([0], np.maximum.accumulate(compute_end)[:-1]))  # end of the step before
+    planned = np.where(steps.has("delay"), steps.end("delay"), steps.end("plan"))
+    filled = steps.end("fill")
+    launched = steps.end("launch")
+    ready = np.maximum(steps.end("d2h"), compute_end)
+    collecting, settled = steps.start("collect"), steps.end("commit")
+    waited = ready > collecting
+    following = _following(run)
+    host = {
+        "plan": steps.duration("plan"),
+        "fill": filled - planned,
+        "launch": launched - filled,
+        "commit": steps.duration("commit"),
+        "deliver": np.where(following == UNKNOWN, UNKNOWN, following - settled),
+    }
+    if inline:
+        for lane in ("h2d", "restore", "compute", "offload", "d2h"):
+            host["launch"] = host["launch"] - steps.duration(lane)
+    begins = {"plan": steps.start("plan"), "fill": planned, "launch": filled, "commit": steps.start("commit")}
+    begins["deliver"] = settled
+    in_flight = np.searchsorted(np.sort(steps.start("compute")), np.stack(list(begins.values())))
+    ends = np.concatenate(([0], np.maximum.accumulate(compute_end)))
+    busy = {name: (ends[in_flight[row]] > begins[name]) & (not inline) for row, name in enumerate(begins)}
+    head = steps.start("compute") - filled
+    idle = filled + np.maximum(head, 0) >= before if inline else before <= filled
+    has = {lane: steps.has(lane) for lane in ("h2d", "compute", "d2h", "restore", "offload")}
+    has |= {"deliver": following != UNKNOWN}
+    return Samples(
+        sizes={name: steps[name] for name in _SIZES},
+        host={name: _us(values) for name, values in host.items()},
+        busy=busy,
+        lanes={lane: _us(steps.duration(lane)) for lane in ("h2d", "compute", "d2h", "restore", "offload")},
+        has=has,
+        kind=steps.kind,
+        run=np.full(count, number),
+        overlap=np.full(count, run.info.engine.get("depth", 2) > 1),
+        idle=np.asarray(idle),
+        eager=(steps["bucket"] == 0) & (steps["mixed_bucket"] == 0),
+        head=_us(head),
+        tail=_us(compute_end - launched),
+        gap=_us(steps.start("compute") - before),
+        workload=np.full(count, workload),
+        collect=_us(steps.start("commit") - np.maximum(collecting, ready)),
+        waited=waited,
+        submit=_submits(run),
+        inline=inline,
+    )
+
+
+def _us(nanoseconds: IntArray) -> FloatArray:
+    return np.asarray(nanoseconds, dtype=np.float64) / 1e3
+
+
+_SIZES = (
+    "num_seqs",
+    "num_decodes",
+    "num_prefill_tokens",
+    "num_samples",
+    "kv_tokens",
+    "attn_pairs",
+    "bucket",
+    "mixed_bucket",
+    "restored_blocks",
+    "offloaded_blocks",
+)
+
+
+def _following(run: Run) -> IntArray:
+    """When the loop went on after each delivery: the next plan or collection. UNKNOWN where it had nothing to do, or
+    requests were taken in."""
+    steps = run.steps
+    begins = np.sort(np.concatenate((steps.start("plan"), steps.start("collect"))))
+    delivered, settled = steps.end("deliver"), steps.end("commit")
+    place = np.searchsorted(begins, np.maximum(delivered, settled))
+    following = np.append(begins, UNKNOWN)[np.minimum(place, len(begins))]
+    arrivals = np.sort(run.requests.arrival_ns)
+    came = np.searchsorted(arrivals, following) > np.searchsorted(arrivals, steps.start("plan"))
+    return np.asarray(np.where(came | ~steps.has("deliver"), UNKNOWN, following))
+
+
+def _submits(run: Run) -> FloatArray:
+    """Time per request that was there at the start, until the first plan; one entry, or none."""
+    at_start = int(np.count_nonzero(run.requests.arrival_ns == 0))
+    if at_start < FEW:
+        return np.zeros(0)
+    return _us(run.steps.start("plan")[:1]) / at_start
+
+
+# ---- host ------------------------------------------------------------------------------------------------------------
+
+
+def _host(samples: Samples) -> tuple[HostProfile, dict[str, FitItem], dict[str, Any]]:
+    prices: dict[str, Any] = {}
+    items: dict[str, FitItem] = {}
+    jitter: dict[str, Any] = {}
+    rows = {
+        "plan": np.ones(len(samples), dtype=bool),
+        "fill": np.ones(len(samples), dtype=bool),
+        "launch": ~samples.eager,
+        "eager_launch": samples.eager,
+        "commit": np.ones(len(samples), dtype=bool),
+        "deliver": samples.has["deliver"],
+    }
+    for kind, chosen in rows.items():
+        if not chosen.any():
+            continue
+        name = "launch" if kind == "eager_launch" else kind
+        measured = samples.host[name][chosen]
+        busy = samples.busy[name][chosen]
+        sizes = {size: samples.sizes[size][chosen] for size in ("num_seqs", "num_prefill_tokens")}
+        prices[kind], predicted = _host_price(measured, busy, sizes)
+        items[f"host.{kind}"] = quality(measured, predicted, sizes)
+        jitter[kind] = ratios(measured, predicted)
+    quick, waited = samples.collect[~samples.waited], samples.collect[samples.waited]
+    collect = _middle(quick) if len(quick) >= FEW else _middle(waited)
+    heads = samples.idle & (samples.lanes["compute"] > 0) & ~np.array(samples.inline)
+    bound = samples.tail[samples.eager & (samples.tail < TAIL_NS / 1e3) & (samples.tail > 0)]
+    bound = bound[:0] if samples.inline else bound
+    profile = HostProfile(
+        inline=samples.inline,
+        **prices,
+        launch_head_us=_middle(samples.head[heads & ~samples.eager]),
+        eager_head_us=_middle(samples.head[heads & samples.eager]),
+        eager_tail_us=float(np.median(bound)) if len(bound) else 0.0,
+        collect_us=collect,
+        wake_us=max(_middle(waited) - collect, 0.0),
+        submit_us=_middle(samples.submit),
+    )
+    return profile, items, jitter
+
+
+def _host_price(measured: FloatArray, busy: Mask, sizes: dict[str, IntArray]) -> tuple[HostPrice, FloatArray]:
+    """A line in the sizes, times a factor while the device is busy: found in turns."""
+    ones = np.ones(len(measured))
+    terms = [ones, sizes["num_seqs"].astype(float), sizes["num_prefill_tokens"].astype(float)]
+    factor = 1.0
+    both = min(np.count_nonzero(busy), np.count_nonzero(~busy)) >= FEW
+    for _ in range(6 if both else 1):
+        found = fit(terms, measured / np.where(busy, factor, 1.0))
+        if not both:
+            break
+        plain = np.maximum(found.predicted, 1e-9)
+        idle_ratio = measured[~busy].sum() / plain[~busy].sum()
+        factor = float(np.clip(measured[busy].sum() / plain[busy].sum() / idle_ratio, 0.05, 20))
+    us, per_seq, per_token = found.coefficients.tolist()
+    price = HostPrice(us=us, us_per_seq=per_seq, us_per_prefill_token=per_token, busy_factor=factor)
+    return price, found.predicted * np.where(busy, factor, 1.0)
+
+
+def _copies(samples: Samples) -> CopyProfile:
+    copies: dict[str, float] = {}
+    ones = np.ones(len(samples))
+    tokens = (samples.sizes["num_decodes"] + samples.sizes["num_prefill_tokens"]).astype(float)
+    h2d, d2h = samples.has["h2d"], samples.has["d2h"]
+    if h2d.any():
+        terms = [ones[h2d], tokens[h2d], samples.sizes["num_seqs"][h2d].astype(float)]
+        names = ("h2d_us", "h2d_us_per_token", "h2d_us_per_seq")
+        copies |= dict(zip(names, fit(terms, samples.lanes["h2d"][h2d]).coefficients.tolist(), strict=True))
+    if d2h.any():
+        terms = [ones[d2h], samples.sizes["num_samples"][d2h].astype(float)]
+        found = fit(terms, samples.lanes["d2h"][d2h]).coefficients.tolist()
+        copies |= dict(zip(("d2h_us", "d2h_us_per_sample"), found, strict=True))
+    for name, blocks in (("restore", "restored_blocks"), ("offload", "offloaded_blocks")):
+        if samples.has[name].any():
+            rows = samples.has[name]
+            per_block = samples.lanes[name][rows] / np.maximum(samples.sizes[blocks][rows], 1)
+            copies[f"{name}_us_per_block"] = _middle(per_block)
+    return CopyProfile(**copies)
+
+
+# ---- compute lane ----------------------------------------------------------------------------------------------------
+
+
+def _gpu(samples: Samples) -> tuple[GpuProfile, dict[str, FitItem], dict[str, Any]]:
+    computed = samples.has["compute"]
+    behind = computed & ~samples.idle & (samples.run == np.concatenate(([-1], samples.run[:-1])))
+    gap = _middle(samples.gap[behind]) if not samples.inline else 0.0
+    decode = samples.kind == "decode"
+    mixed = samples.sizes["mixed_bucket"]
+    bucket = samples.sizes["bucket"]
+    tokens = np.where(mixed > 0, mixed, samples.sizes["num_decodes"] + samples.sizes["num_prefill_tokens"])
+    size = np.where(decode, np.where(bucket > 0, bucket, samples.sizes["num_seqs"]), tokens)
+    free = decode | samples.inline | ~samples.eager | (samples.tail >= TAIL_NS / 1e3)
+    steps = ComputeSteps(
+        duration=samples.lanes["compute"][computed],
+        decode=decode[computed],
+        size=size[computed],
+        padded=(bucket + mixed > 0)[computed],
+        kv_tokens=samples.sizes["kv_tokens"][computed],
+        attn_pairs=samples.sizes["attn_pairs"][computed],
+        overlap=samples.overlap[computed],
+        idle=samples.idle[computed],
+        free=free[computed],
+        run=samples.run[computed],
+        workload=samples.workload[computed],
+        inline=samples.inline,
+    )
+    found = fit_compute(steps)
+    items: dict[str, FitItem] = {}
+    jitter: dict[str, Any] = dict(zip(("run", "run_mixed"), found.tables, strict=True))
+    for kind in STEP_KINDS:
+        rows = (samples.kind[computed] == kind) & steps.free
+        if rows.any():
+            sizes = {
+                name: samples.sizes[name][computed][rows] for name in ("num_seqs", "num_prefill_tokens", "kv_tokens")
+            }
+            items[f"gpu.{kind}"] = quality(steps.duration[rows], found.predicted[rows], sizes)
+            jitter[kind] = ratios(steps.duration[rows], (found.predicted * found.of_run)[rows])
+    return GpuProfile(**found.values, gap_us=max(gap, 0.0)), items, jitter
+
+
+def _middle(values: FloatArray) -> float:
+    """The mean of the middle nine tenths: a few outliers are somebody else's work. 0 without values."""
+    if not len(values):
+        return 0.0
+    low, high = np.quantile(values, (0.05, 0.95))
+    return max(float(values[(values >= low) & (values <= high)].mean()), 0.0)

@@ -1,0 +1,190 @@
+"""What steps take on the compute lane, fitted: decode steps by sequences and KV read, others by tokens and attention.
+
+One fit has the same contention for all steps (the factor on steps that overlap with the host); it is the one that
+leaves the least over. How far off a fit is for a workload that it has not seen is found by leaving each out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncsched.runs import IntArray
+from sim.fitting import FloatArray, corners_of, fit, hats, ramps, ratios
+
+FEW = 8  # steps of a run that say something about the run
+TOKEN_CORNERS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384)
+KV_CORNERS = tuple(1024 * 4**power for power in range(7))
+LIMIT_TRUST = 0.02  # in a sample that is an upper limit only
+BETWEEN = 1 / 3
+"""Where truth lies between fits that know a workload, which are too sure, and fits that have lost it."""
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComputeSteps:
+    """Steps that computed, one entry each; durations in microseconds.
+
+    decode    whether the step is of decodes alone
+    size      its sequences or, where it prefills, its tokens; padded ones count
+    overlap   several steps were in flight
+    idle      the lane had nothing to do when the step was enqueued
+    free      it cannot have waited for its launch; the others are upper limits
+    workload  which workload its run was of
+    inline    lanes run in the host's thread: nothing overlaps
+    """
+
+    duration: FloatArray
+    decode: Mask
+    size: IntArray
+    padded: Mask
+    kv_tokens: IntArray
+    attn_pairs: IntArray
+    overlap: Mask
+    idle: Mask
+    free: Mask
+    run: IntArray
+    workload: IntArray
+    inline: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComputeFit:
+    """`values` are keys of GpuProfile. `predicted` is of every step, those that were not fitted too.
+
+    of_run      measured over predicted, of each step's run, decodes and others apart
+    tables      the same as tables of ratios: of runs' decodes, and of their other steps
+    """
+
+    values: dict[str, Any]
+    predicted: FloatArray
+    of_run: FloatArray
+    tables: tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def fit_compute(steps: ComputeSteps) -> ComputeFit:
+    """The fit to all steps."""
+    everything = np.ones(len(steps.duration), dtype=bool)
+    contention = _contention(steps, everything)
+    values, predicted = _fit(steps, everything, contention)
+    unseen = _unseen(steps, contention)
+    of_run = np.ones(len(predicted))
+    tables = []
+    for rows in (steps.decode, ~steps.decode & steps.free):
+        known: list[float] = []
+        for number in range(int(steps.run.max(initial=-1)) + 1):
+            mine = rows & (steps.run == number)
+            if np.count_nonzero(mine) < FEW:
+                continue
+            of_run[mine] = steps.duration[mine].sum() / predicted[mine].sum()
+            left_out = (
+                of_run[mine][0] if np.isnan(unseen[mine]).any() else steps.duration[mine].sum() / unseen[mine].sum()
+            )
+            known.append(float(of_run[mine][0] ** (1 - BETWEEN) * left_out**BETWEEN))
+        tables.append(ratios(np.array(known), np.ones(len(known))) if len(known) >= 3 else ())
+        if len(known) < 3:
+            of_run[rows] = 1.0
+    return ComputeFit(values, predicted, of_run, (tables[0], tables[1]))
+
+
+def _contention(steps: ComputeSteps, train: Mask) -> float:
+    """Searched coarsely, then finely; the smaller one where it makes no difference."""
+    if steps.inline or steps.overlap.all() or not steps.overlap.any():
+        return 1.0
+    weighed = steps.free & train
+
+    def leftover(contention: float) -> float:
+        predicted = _fit(steps, train, contention)[1]
+        errors = np.abs(predicted[weighed] / steps.duration[weighed] - 1)
+        total: float = np.minimum(errors, 0.2).sum() * (1 + 1e-3 * contention)
+        return total
+
+    found = 1.0
+    for step, places in ((0.01, range(11)), (0.0025, range(-4, 5)), (0.0005, range(-5, 6))):
+        tried = [found + step * place for place in places]
+        found = min((one for one in tried if one >= 1), key=leftover)
+    return found
+
+
+def _unseen(steps: ComputeSteps, contention: float) -> FloatArray:
+    """Each step as fits predict it that know nothing of its workload; NaN where its sizes are beyond all they know."""
+    predicted = np.full(len(steps.duration), np.nan)
+    workloads = np.unique(steps.workload)
+    if len(workloads) < 3:
+        return predicted
+    for workload in workloads:
+        mine = steps.workload == workload
+        guess = _fit(steps, ~mine, contention)[1]
+        for rows in (steps.decode, ~steps.decode):
+            theirs, ours = steps.size[rows & ~mine], steps.size[rows & mine]
+            if len(theirs) and len(ours) and theirs.min() <= ours.min() and ours.max() <= theirs.max():
+                predicted[rows & mine] = guess[rows & mine]
+    return predicted
+
+
+def _fit(steps: ComputeSteps, train: Mask, contention: float) -> tuple[dict[str, Any], FloatArray]:
+    """Keys of GpuProfile, and every step as they predict it."""
+    factor = np.where(steps.overlap, contention, 1.0)
+    predicted = np.zeros(len(steps.duration))
+    values: dict[str, Any] = {"contention": contention, "idle_start_us": 0.0}
+    if (steps.decode & train).any():
+        _fit_decodes(steps, train, factor, values, predicted)
+    if (~steps.decode & train).any():
+        _fit_prefills(steps, train, factor, values, predicted)
+    return values, predicted
+
+
+def _fit_decodes(
+    steps: ComputeSteps, train: Mask, factor: FloatArray, values: dict[str, Any], predicted: FloatArray
+) -> None:
+    fitted = steps.decode & train
+    sizes, counts = np.unique(steps.size[fitted], return_counts=True)
+    corners = [int(size) for size, count in zip(sizes, counts, strict=True) if count >= 3] or [int(sizes[0])]
+    kv = steps.kv_tokens[fitted]
+    kv_corners = corners_of(kv, KV_CORNERS, len(kv) // 20 + 3)[1:] or [int(kv.max())]
+    idle = steps.idle[fitted]
+    starts = not steps.inline and bool(idle.any() and not idle.all())
+
+    def terms(rows: Mask) -> list[FloatArray]:
+        own = [(steps.idle[rows] / factor[rows]).astype(float)] if starts else []
+        return [*hats(steps.size[rows], corners), *ramps(steps.kv_tokens[rows], kv_corners), *own]
+
+    found = fit(terms(fitted), steps.duration[fitted] / factor[fitted], smooth=[range(len(corners))])
+    bases, slopes = np.split(found.coefficients, [len(corners)])
+    if starts:
+        slopes, values["idle_start_us"] = slopes[:-1], float(slopes[-1])
+    values["decode_seqs"], values["decode_us"] = tuple(corners), tuple(bases.tolist())
+    values["kv_tokens"], values["kv_us"] = (0, *kv_corners), (0.0, *np.cumsum(slopes).tolist())
+    predicted[steps.decode] = np.stack(terms(steps.decode), axis=1) @ found.coefficients * factor[steps.decode]
+
+
+def _fit_prefills(
+    steps: ComputeSteps, train: Mask, factor: FloatArray, values: dict[str, Any], predicted: FloatArray
+) -> None:
+    fitted = ~steps.decode & train
+    buckets = np.unique(steps.size[fitted & steps.padded]).tolist()
+    corners = corners_of(steps.size[fitted], sorted({*TOKEN_CORNERS, *buckets}), 3)
+    start = np.where(steps.idle, values["idle_start_us"], 0.0)
+
+    def terms(rows: Mask) -> list[FloatArray]:
+        linear = [steps.kv_tokens[rows].astype(float), steps.attn_pairs[rows].astype(float)]
+        return [*hats(steps.size[rows], corners), *linear]
+
+    measured = np.maximum(steps.duration - start, 0.0) / factor
+    trust = np.where(steps.free[fitted], 1.0, LIMIT_TRUST)
+    found = fit(terms(fitted), measured[fitted], smooth=[range(len(corners))], trust=trust)
+    values["tokens"], values["tokens_us"] = tuple(corners), tuple(found.coefficients[:-2].tolist())
+    values["us_per_kv_token_mixed"], values["us_per_attn_pair"] = found.coefficients[-2:].tolist()
+    rows = ~steps.decode
+    predicted[rows] = np.stack(terms(rows), axis=1) @ found.coefficients * factor[rows] + start[rows]
+
+
+def workloads_of(keys: Sequence[object]) -> list[int]:
+    """A number for each different key."""
+    known: dict[object, int] = {}
+    return [known.setdefault(key, len(known)) for key in keys]

@@ -1,0 +1,144 @@
+"""Predicts a recorded run: its arrivals and lengths in the simulator, at a profile's prices; or replays its decisions.
+
+Both give a `Run` of their own, so that whatever is asked of a recorded run is asked of a predicted one in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import simpy
+
+from asyncsched.errors import ConfigError
+from asyncsched.pipeline import Abort, Command, Inbox, Submit
+from asyncsched.request import SamplingParams
+from asyncsched.run_log import Entry, RunLog
+from asyncsched.runs import UNKNOWN, RequestLog, Run
+from asyncsched.scheduler import Scheduler
+from asyncsched.timeline import Timeline
+from sim.engine import END, TEXT, SimEngine
+from sim.measured import MeasuredCosts
+from sim.profile import Profile
+
+NOWHERE = 2**40  # the position of an END that is never reached
+
+
+def predict(run: Run, profile: Profile, *, seed: int | None = None, depth: int | None = None, **engine: Any) -> Run:
+    """The run's requests, arriving when they did, on an engine with its settings, or others.
+
+    seed   draws jitter from the profile's tables; None is none
+
+    Raises ConfigError where the run does not say what the engine had (the KV block count, say).
+    """
+    changes = engine if depth is None else {**engine, "depth": depth}
+    config = run.info.engine_config(**changes)
+    delayed = profile.host.model_copy(update={"delay_us": run.info.host_delay_us + profile.host.delay_us})
+    costs = MeasuredCosts(profile.model_copy(update={"host": delayed}), depth=config.depth, seed=seed)
+    scheduler = Scheduler(config)
+    env = simpy.Environment(initial_time=0)
+    timeline = Timeline()
+    simulated = SimEngine(env, scheduler, costs, _last_positions(run.requests), timeline=timeline)
+    simulated.log = log = RunLog(scheduler)
+    simulated.inbox.observer = log.entered
+    env.process(_arrive(env, simulated, run.requests))
+    env.run(env.process(simulated.run()))
+    return _as_run(run, simulated, timeline, {**run.info.engine, **changes})
+
+
+def replay(run: Run) -> tuple[str, ...]:
+    """The decisions of a scheduler into which everything enters before the same plans as in the run."""
+    entered = run.requests.entered_plan
+    if len(entered) and (entered == UNKNOWN).any():
+        raise ConfigError("requests.entered_plan", None, f"run {run.info.name} does not say when requests entered")
+    config = run.info.engine_config()
+    scheduler = Scheduler(config)
+    env = simpy.Environment(initial_time=0)
+    costs = MeasuredCosts(Profile(), depth=config.depth, seed=None)
+    engine = SimEngine(env, scheduler, costs, _last_positions(run.requests, aborted=NOWHERE))
+    engine.log = log = RunLog(scheduler)
+    engine.inbox = _ReplayInbox(_commands(run.requests), lambda: Entry(scheduler.plans, log.commits))
+    for number in range(len(run.requests)):
+        engine.metrics.arrived(number, 0)
+    env.run(env.process(engine.run()))
+    return log.decisions()
+
+
+class _ReplayInbox(Inbox):
+    """Hands out each command when as many plans and commits have been made as it entered after."""
+
+    def __init__(self, commands: list[tuple[Entry, Command]], now: Callable[[], Entry]) -> None:
+        super().__init__()
+        self._due = commands[::-1]
+        self._now = now
+        self.closed = True
+
+    def take(self) -> Command | None:
+        if self._due and self._due[-1][0] <= self._now():
+            return self._due.pop()[1]
+        return None
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+
+def _commands(requests: RequestLog) -> list[tuple[Entry, Command]]:
+    """What entered, in order; requests before aborts that entered at the same point."""
+    commands: list[tuple[Entry, Command]] = []
+    for number, request_id in enumerate(requests.request_id):
+        entry = Entry(int(requests.entered_plan[number]), int(requests.entered_commits[number]))
+        commands.append((entry, _submit(requests, number)))
+        if requests.aborted_plan[number] != UNKNOWN:
+            entry = Entry(int(requests.aborted_plan[number]), int(requests.aborted_commits[number]))
+            commands.append((entry, Abort(request_id)))
+    return sorted(commands, key=lambda one: (one[0], isinstance(one[1], Abort)))
+
+
+def _submit(requests: RequestLog, number: int) -> Submit:
+    """A request that ends after as many tokens as it did."""
+    stopped = requests.finish[number] not in ("length", "rejected")
+    params = SamplingParams(max_tokens=int(requests.max_tokens[number]), stop_token_ids=(END,) if stopped else ())
+    prompt = np.broadcast_to(np.int32(TEXT), (int(requests.prompt_tokens[number]),))
+    return Submit(requests.request_id[number], prompt, params, int(requests.priority[number]))
+
+
+def _last_positions(requests: RequestLog, aborted: int | None = None) -> Any:
+    """Where the last token of each request stands; `aborted` is used for those that an abort ended."""
+    last = requests.prompt_tokens + np.maximum(requests.output_tokens, 1) - 1
+    if aborted is not None:
+        last = np.where([finish == "abort" for finish in requests.finish], aborted, last)
+    return last
+
+
+def _arrive(env: simpy.Environment, engine: SimEngine, requests: RequestLog) -> Generator[simpy.Event, Any, None]:
+    for number, arrival_ns in enumerate(requests.arrival_ns.tolist()):
+        if arrival_ns > env.now:
+            yield env.timeout(arrival_ns - env.now)
+        engine.metrics.arrived(number, int(env.now))
+        engine.inbox.put(_submit(requests, number))
+        engine.notify()
+    engine.inbox.close()
+    engine.notify()
+
+
+def _as_run(run: Run, engine: SimEngine, timeline: Timeline, settings: dict[str, Any]) -> Run:
+    log = engine.log
+    assert log is not None  # `predict` gave it one
+    last = log.last_delivery_ns
+    graphs = bool(len(run.steps) and run.steps["captured"].any())
+    info = replace(
+        run.info,
+        source="simulated",
+        engine=settings,
+        makespan_ns=0 if last is None else last,
+        preemptions=log.preemptions,
+        notes=(),
+    )
+    return Run(
+        info=info,
+        requests=log.requests(run.requests.arrival_ns.tolist(), timeline.spans, 0),
+        steps=log.steps(timeline.spans, 0, lambda plan: graphs and plan.bucket + plan.mixed_bucket > 0),
+        decisions=log.decisions(),
+    )

@@ -1,0 +1,265 @@
+"""A profile: what the operations of one engine on one device were measured to take, as a TOML file for people to read.
+
+`sim/calibrate.py` fits one to recorded runs, `sim/measured.py` prices steps by it. Durations are in microseconds.
+Lists that belong together (sizes and durations) are the corners of a line that is straight between them.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from asyncsched.errors import ConfigError
+from sim.spec import Section, Time, validate
+
+SCHEMA = 1
+HOST_KINDS = ("plan", "fill", "launch", "eager_launch", "commit", "deliver")
+STEP_KINDS = ("decode", "mixed", "prefill")
+QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+"""Where the tables of ratios are cut."""
+
+Factor = Annotated[float, Field(ge=0.01, le=100)]
+Ratios = Annotated[
+    tuple[Annotated[float, Field(ge=0, le=1e6)], ...],
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+]
+Sizes = Annotated[
+    tuple[Annotated[int, Field(ge=0, le=10**9)], ...],
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+]
+Durations = Annotated[
+    tuple[Time, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+]
+
+
+class HostPrice(Section):
+    """us + us_per_seq * sequences + us_per_prefill_token * prefill tokens; times `busy_factor` if the GPU computes."""
+
+    us: Time = 0.0
+    us_per_seq: Time = 0.0
+    us_per_prefill_token: Time = 0.0
+    busy_factor: Factor = 1.0
+
+
+class HostProfile(Section):
+    """The host's work in a step. `scale` is for what-ifs: 2 is a host that takes twice as long.
+
+    inline          operations of the lanes run in the host's own thread when they are launched, as on a CPU
+    launch          of a captured step; eager_launch of one that is launched kernel by kernel
+    launch_head_us, eager_head_us   how much of a launch must be over before the compute lane can start
+    eager_tail_us   a step launched kernel by kernel ends so long after its launch, or later
+    collect_us      to take over a step's tokens; wake_us more where the host had to wait for them
+    submit_us       per request that arrives
+    delay_us        a busy-wait in each step, a testing aid of recordings; `scale` does not stretch it
+    """
+
+    scale: Factor = 1.0
+    inline: bool = False
+    plan: HostPrice = HostPrice()
+    fill: HostPrice = HostPrice()
+    launch: HostPrice = HostPrice()
+    eager_launch: HostPrice = HostPrice()
+    commit: HostPrice = HostPrice()
+    deliver: HostPrice = HostPrice()
+    launch_head_us: Time = 0.0
+    eager_head_us: Time = 0.0
+    eager_tail_us: Time = 0.0
+    collect_us: Time = 0.0
+    wake_us: Time = 0.0
+    submit_us: Time = 0.0
+    delay_us: Time = 0.0
+
+
+class CopyProfile(Section):
+    """Input copies, and output copies."""
+
+    h2d_us: Time = 0.0
+    h2d_us_per_token: Time = 0.0
+    h2d_us_per_seq: Time = 0.0
+    d2h_us: Time = 0.0
+    d2h_us_per_sample: Time = 0.0
+    restore_us_per_block: Time = 0.0
+    offload_us_per_block: Time = 0.0
+
+
+class GpuProfile(Section):
+    """Steps on the compute lane, carry-over and sampling included. `scale` is for what-ifs.
+
+    decode_seqs, decode_us   sequences of a decode step (its bucket where it is padded), and what it takes
+    tokens, tokens_us        the same for steps that prefill, by all their tokens
+    kv_tokens, kv_us         KV positions that a decode step reads, summed over sequences, and what that adds
+    us_per_kv_token_mixed, us_per_attn_pair   of steps that prefill; pairs of query and key
+    idle_start_us            more where the lane had nothing to do before: it waits for its first kernel
+    gap_us                   between two steps that follow one another at once
+    contention               factor while the host prepares the next step, at depth 2 and more
+    """
+
+    scale: Factor = 1.0
+    decode_seqs: Sizes = ()
+    decode_us: Durations = ()
+    kv_tokens: Sizes = ()
+    kv_us: Durations = ()
+    tokens: Sizes = ()
+    tokens_us: Durations = ()
+    us_per_kv_token_mixed: Time = 0.0
+    us_per_attn_pair: Time = 0.0
+    idle_start_us: Time = 0.0
+    gap_us: Time = 0.0
+    contention: Annotated[float, Field(ge=1, le=2)] = 1.0
+
+    @model_validator(mode="after")
+    def _check_corners(self) -> Self:
+        for sizes, durations in (("decode_seqs", "decode_us"), ("kv_tokens", "kv_us"), ("tokens", "tokens_us")):
+            xs, ys = getattr(self, sizes), getattr(self, durations)
+            if list(xs) != sorted(set(xs)):
+                raise ConfigError(sizes, xs, "use increasing sizes")
+            if len(xs) != len(ys):
+                raise ConfigError(durations, ys, f"one duration is needed for each of {len(xs)} {sizes}")
+        return self
+
+
+class JitterProfile(Section):
+    """Measured over predicted, as quantiles at 0, 1, 5, 10, 25, 50, 75, 90, 95, 99 and 100%; mean 1. None: no jitter.
+
+    run, run_mixed   the same of the decode steps, and of the other steps, of whole runs whose workload was not fitted:
+                     what a run has in common with itself and not with others
+    """
+
+    decode: Ratios = ()
+    mixed: Ratios = ()
+    prefill: Ratios = ()
+    plan: Ratios = ()
+    fill: Ratios = ()
+    launch: Ratios = ()
+    eager_launch: Ratios = ()
+    commit: Ratios = ()
+    deliver: Ratios = ()
+    run: Ratios = ()
+    run_mixed: Ratios = ()
+
+    @model_validator(mode="after")
+    def _check_tables(self) -> Self:
+        for name in type(self).model_fields:
+            table = getattr(self, name)
+            if table and (len(table) != len(QUANTILES) or list(table) != sorted(table)):
+                raise ConfigError(name, table, f"use {len(QUANTILES)} ratios in order, or none")
+        return self
+
+
+class FitItem(Section):
+    """How well one price fits: over `count` samples, relative errors in percent, and the sizes that were seen."""
+
+    count: Annotated[int, Field(ge=0)]
+    bias_pct: float = 0.0
+    rms_pct: float = 0.0
+    p05_pct: float = 0.0
+    p95_pct: float = 0.0
+    seen: dict[str, tuple[float, float]] = Field(default={})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tuples(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and isinstance(data.get("seen"), Mapping):
+            seen = {k: tuple(map(float, v)) if isinstance(v, list) else v for k, v in data["seen"].items()}
+            return {**data, "seen": seen}
+        return data
+
+
+class Profile(Section):
+    """`fit` says where it comes from and what it is worth; it prices nothing."""
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    description: str = ""
+    runs: Annotated[
+        tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+    ] = ()
+    device: dict[str, Any] = Field(default={})
+    model: dict[str, Any] = Field(default={})
+    versions: dict[str, Any] = Field(default={})
+    engine: dict[str, Any] = Field(default={})
+    host: HostProfile = HostProfile()
+    copies: CopyProfile = Field(default=CopyProfile(), alias="copy")
+    gpu: GpuProfile = GpuProfile()
+    jitter: JitterProfile = JitterProfile()
+    fit: dict[str, FitItem] = Field(default={})
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> Profile:
+        """Raises ConfigError."""
+        return validate(cls, data)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def read_profile(path: str | Path) -> Profile:
+    """A profile file. Raises ConfigError."""
+    return Profile.from_dict(read_profile_data(path))
+
+
+def read_profile_data(path: str | Path) -> dict[str, Any]:
+    """A profile file as it is written, unchecked."""
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError("profile", str(path), f"it cannot be read ({reason}); use a TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("profile", str(path), f"it is not valid TOML: {error}") from None
+    if not data:
+        raise ConfigError("profile", str(path), "it is empty")
+    return data
+
+
+def to_toml(profile: Profile) -> str:
+    """The profile as TOML, numbers at five significant digits."""
+    data = profile.to_dict()
+    lines: list[str] = []
+    _write_table(lines, (), data)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _write_table(lines: list[str], path: tuple[str, ...], table: Mapping[str, Any]) -> None:
+    values = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
+    tables = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    flat = {key: value for key, value in tables.items() if path and _is_flat(value)}
+    if path and (values or flat):
+        lines += ["", f"[{'.'.join(map(_key, path))}]"]
+    lines += [f"{_key(key)} = {_value(value)}" for key, value in values.items() if value is not None]
+    lines += [f"{_key(key)} = {_value(value)}" for key, value in flat.items()]
+    for key, value in tables.items():
+        if key not in flat:
+            _write_table(lines, (*path, key), value)
+
+
+def _is_flat(table: Mapping[str, Any]) -> bool:
+    return len(table) <= 6 and not any(isinstance(value, Mapping) and len(value) > 3 for value in table.values())
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _text(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        text = f"{value:.5g}"
+        return text if any(c in text for c in ".en") else f"{text}.0"
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None) + " }"
+    return "[" + ", ".join(map(_value, value)) + "]"
+
+
+def _text(value: str) -> str:
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'

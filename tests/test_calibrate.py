@@ -1,0 +1,274 @@
+"""Costs that were planted in simulated runs are found again, and what a wrong one does to a prediction is known."""
+
+import math
+import tomllib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from planted import ENGINE, PLANTED, happened, wanted, workloads
+
+from asyncsched.errors import ConfigError
+from asyncsched.runs import NO_STEPS, Run
+from sim.calibrate import calibrate
+from sim.fitting import corners_of, fit, hats, ratios
+from sim.profile import QUANTILES, Profile, to_toml
+from sim.scenario import override_values
+from sim.validate import Validation, coverage, judge
+
+TRUTH = Profile.from_dict(PLANTED)
+NOISE = {
+    "decode": 0.02,
+    "mixed": 0.03,
+    "prefill": 0.03,
+    "plan": 0.1,
+    "fill": 0.1,
+    "launch": 0.1,
+    "eager_launch": 0.05,
+    "commit": 0.1,
+    "deliver": 0.1,
+}
+
+
+def noisy() -> Profile:
+    """The planted costs with jitter: normal around 1, cut at 3 standard deviations."""
+    z = np.array([-3.0, -2.326, -1.645, -1.282, -0.674, 0.0, 0.674, 1.282, 1.645, 2.326, 3.0])
+    assert len(z) == len(QUANTILES)
+    tables = {name: (1 + sigma * z).tolist() for name, sigma in NOISE.items()}
+    return Profile.from_dict({**PLANTED, "jitter": tables})
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Run]:
+    return [happened(run, TRUTH) for depth in (1, 2) for run in workloads(depth)]
+
+
+@pytest.fixture(scope="module")
+def found(runs: list[Run]) -> Profile:
+    """Calibrated, written and read again: what is not in the file does not count."""
+    return Profile.from_dict(tomllib.loads(to_toml(calibrate(runs))))
+
+
+def held_out(depth: int) -> list[Run]:
+    """Another batch size, other lengths and another rate than any that was fitted."""
+    closed = wanted("held-closed", depth, [200] * 20, [50] * 20)
+    arrivals = [8.0 * number for number in range(24)]
+    return [closed, wanted("held-open", depth, [100, 300] * 12, [50, 20] * 12, arrivals)]
+
+
+# ---- planted costs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["plan", "fill", "launch", "eager_launch", "commit", "deliver"])
+def test_host_prices_are_found(found: Profile, kind: str) -> None:
+    mine, theirs = getattr(found.host, kind), getattr(TRUTH.host, kind)
+    assert mine.us == pytest.approx(theirs.us, rel=1e-3)
+    assert mine.us_per_seq == pytest.approx(theirs.us_per_seq, rel=1e-3, abs=1e-3)
+    assert mine.us_per_prefill_token == pytest.approx(theirs.us_per_prefill_token, rel=1e-3, abs=1e-5)
+    assert mine.busy_factor == pytest.approx(theirs.busy_factor, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name", ["launch_head_us", "eager_head_us", "eager_tail_us", "collect_us", "wake_us", "submit_us"]
+)
+def test_parts_of_the_host_path_are_found(found: Profile, name: str) -> None:
+    assert getattr(found.host, name) == pytest.approx(getattr(TRUTH.host, name), rel=1e-3)
+
+
+def test_copies_are_found(found: Profile) -> None:
+    for name in ("h2d_us", "h2d_us_per_token", "d2h_us", "d2h_us_per_sample"):
+        assert getattr(found.copies, name) == pytest.approx(getattr(TRUTH.copies, name), rel=0.01), name
+
+
+def test_steps_on_the_compute_lane_are_found(found: Profile) -> None:
+    mine, theirs = found.gpu, TRUTH.gpu
+    for tokens in (500, 2000, 6000):
+        assert np.interp(tokens, mine.kv_tokens, mine.kv_us) == pytest.approx(0.04 * tokens, rel=0.02)
+    assert mine.contention == pytest.approx(1.02, abs=3e-4)
+    assert mine.gap_us == pytest.approx(3.0, rel=1e-3)
+    assert mine.idle_start_us == pytest.approx(40.0, rel=0.03)
+    for size in (1, 4, 12, 20, 28, 32):
+        expected = np.interp(size, theirs.decode_seqs, theirs.decode_us)
+        assert np.interp(size, mine.decode_seqs, mine.decode_us) == pytest.approx(expected, rel=1e-3)
+    for size in (600, 800, 1000):  # shorter ones wait for their launch: nobody can tell
+        expected = np.interp(size, theirs.tokens, theirs.tokens_us)
+        assert np.interp(size, mine.tokens, mine.tokens_us) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_held_out_runs_are_predicted(found: Profile, depth: int) -> None:
+    for run in held_out(depth):
+        validation = judge(happened(run, TRUTH), found).validation
+        assert validation.timed is None
+        for row in validation.rows:
+            assert abs(row.error) < 0.1, (run.info.name, row)
+
+
+def test_captured_steps_with_prefills_are_found() -> None:
+    """They are padded to a number of tokens and launched like decode steps; larger ones kernel by kernel."""
+    buckets = (64, 128, 256, 512)
+    runs = [happened(run, TRUTH) for depth in (1, 2) for run in workloads(depth, mixed_buckets=buckets)]
+    padded = np.concatenate([run.steps["mixed_bucket"] for run in runs])
+    assert set(padded.tolist()) >= {0, 128, 256, 512}
+    found = calibrate(runs)
+    for size in (128, 256, 512):
+        expected = np.interp(size, TRUTH.gpu.tokens, TRUTH.gpu.tokens_us)
+        assert np.interp(size, found.gpu.tokens, found.gpu.tokens_us) == pytest.approx(expected, rel=5e-3)
+    assert found.host.launch.us == pytest.approx(300.0, rel=1e-3)
+    arrivals = [8.0 * number for number in range(24)]
+    run = wanted("open", 2, [100, 300] * 12, [50, 20] * 12, arrivals, mixed_buckets=buckets)
+    for row in judge(happened(run, TRUTH), found).validation.rows:
+        assert abs(row.error) < 0.5, row
+
+
+WRONG: dict[str, tuple[dict[str, object], Callable[[Validation], bool]]] = {
+    # decode steps are 5% dearer: an asynchronous closed batch of decodes takes 5% longer per token
+    "gpu": ({"gpu.scale": 1.05}, lambda v: abs(v.row("tpot_ms.p50").error - 5.0) < 0.5),
+    # a slower host is hidden behind the device
+    "hidden": ({"host.scale": 1.2}, lambda v: abs(v.row("itl_ms.p50").error) < 0.05),
+    # 10 ms per arriving request go into the time to first token of a closed batch
+    "submit": ({"host.submit_us": 10_012.0}, lambda v: v.row("ttft_ms.p50").error > 100),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_price_gives_the_error_it_must(found: Profile, name: str) -> None:
+    change, expected = WRONG[name]
+    wrong = Profile.from_dict(override_values(found.to_dict(), change))
+    run = happened(wanted("closed", 2, [100] * 32, [60] * 32), TRUTH)
+    assert expected(judge(run, wrong).validation)
+    assert not expected(judge(run, found).validation) or name == "hidden"
+
+
+def test_synchronous_steps_feel_a_slower_host(found: Profile) -> None:
+    """All of the host's work is exposed: the prediction is longer by as much as the host needs more."""
+    run = happened(wanted("closed", 1, [100] * 32, [60] * 32), TRUTH)
+    slow = Profile.from_dict(override_values(found.to_dict(), {"host.scale": 2.0}))
+    host = TRUTH.host
+    per_step = sum(getattr(host, kind).us + 32 * getattr(host, kind).us_per_seq for kind in ("plan", "fill"))
+    for kind in ("commit", "deliver"):
+        per_step += getattr(host, kind).us + 32 * getattr(host, kind).us_per_seq
+    per_step += host.launch_head_us + host.collect_us + host.wake_us
+    row = judge(run, slow).validation.row("itl_ms.p50")
+    assert 1e3 * (row.predicted - row.measured) == pytest.approx(per_step, rel=0.02)
+
+
+# ---- jitter ----------------------------------------------------------------------------------------------------------
+
+
+def test_intervals_hold_nine_tenths_of_what_varies_as_it_did() -> None:
+    truth = noisy()
+    fitted = calibrate([happened(run, truth, seed=depth) for depth in (1, 2) for run in workloads(depth)])
+    counts: dict[str, list[float]] = {}
+    for depth in (1, 2):
+        for number, run in enumerate(workloads(depth, "-again")):
+            for one in coverage(happened(run, truth, seed=100 + 10 * depth + number), fitted):
+                counts.setdefault(one.kind, []).append(one.share * one.count)
+                counts.setdefault(one.kind + " of", []).append(one.count)
+    assert 0.85 <= sum(counts["decode"]) / sum(counts["decode of"]) <= 0.95
+    assert 0.80 <= sum(counts["mixed"]) / sum(counts["mixed of"]) <= 0.98
+    narrow = fitted.model_copy(update={"jitter": type(fitted.jitter)()})
+    shares = [one.share for one in coverage(happened(workloads(1)[3], truth, seed=5), narrow) if one.kind == "decode"]
+    assert shares[0] < 0.2  # without tables nothing is covered
+
+
+def test_jitter_keeps_its_mean_and_its_spread() -> None:
+    truth = noisy()
+    fitted = calibrate([happened(run, truth, seed=depth) for depth in (1, 2) for run in workloads(depth)])
+    for name in ("plan", "launch", "decode"):
+        table = np.array(getattr(fitted.jitter, name))
+        assert np.trapezoid(table, QUANTILES) == pytest.approx(1.0, abs=1e-9)
+        assert table[-3] - table[2] == pytest.approx(2 * 1.645 * NOISE[name], rel=0.25)
+
+
+def test_the_same_seed_predicts_the_same() -> None:
+    run = wanted("closed", 2, [50] * 8, [20] * 8)
+    one, again, other = (happened(run, noisy(), seed=seed) for seed in (1, 1, 2))
+    assert one.requests.last_ns.tolist() == again.requests.last_ns.tolist()
+    assert one.requests.last_ns.tolist() != other.requests.last_ns.tolist()
+
+
+# ---- fits ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fit_is_not_below_zero_and_ignores_what_is_far_off() -> None:
+    random = np.random.default_rng(0)
+    x = random.uniform(1, 100, 400)
+    y = 50 + 2 * x
+    y[::40] *= 30
+    found = fit([np.ones(400), x, -x], y)
+    assert (found.coefficients >= 0).all()
+    assert found.coefficients[1] / found.coefficients[0] == pytest.approx(2 / 50, rel=1e-3)
+    assert found.predicted.sum() == pytest.approx(y.sum())  # far off, but it happened
+
+
+def test_nothing_to_fit() -> None:
+    with pytest.raises(ValueError, match="nothing"):
+        fit([np.zeros(0)], np.zeros(0))
+
+
+def test_hats_are_a_line_through_corners() -> None:
+    sizes = np.array([1, 5, 10, 20, 99])
+    line = np.stack(hats(sizes, (5, 10, 20)), axis=1) @ np.array([1.0, 2.0, 10.0])
+    assert line.tolist() == [1.0, 1.0, 2.0, 10.0, 10.0]
+    assert corners_of(np.array([3] * 5 + [30] * 5 + [300] * 5), (16, 64, 256), 3) == [3, 64, 300]
+    assert corners_of(np.array([7, 7]), (16,), 1) == [7]
+
+
+def test_ratios_of_one_sample_are_no_table() -> None:
+    assert ratios(np.ones(1), np.ones(1)) == ()
+    assert ratios(np.array([1.0, 3.0]), np.array([1.0, 1.0]))[0] == pytest.approx(0.5)
+
+
+# ---- what cannot be learnt from --------------------------------------------------------------------------------------
+
+
+def test_runs_that_cannot_be_learnt_from(runs: list[Run]) -> None:
+    with pytest.raises(ConfigError, match="at least one run"):
+        calibrate([])
+    with pytest.raises(ConfigError, match="nobody saw its steps"):
+        calibrate([Run(info=runs[0].info, requests=runs[0].requests, steps=NO_STEPS)])
+    other = runs[1].info
+    changed = Run(
+        info=type(other)(**{**_fields(other), "device": {"name": "H100"}}),
+        requests=runs[1].requests,
+        steps=runs[1].steps,
+    )
+    with pytest.raises(ConfigError, match="one device, and closed-1-sync had 'planted'"):
+        calibrate([runs[0], changed])
+
+
+def _fields(info: Any) -> dict[str, Any]:
+    return {name: getattr(info, name) for name in info.__slots__}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 2}, "schema"),
+        ({"more": 1}, "unknown key"),
+        ({"gpu": {"decode_seqs": [1, 1], "decode_us": [1.0, 2.0]}}, "gpu.decode_seqs"),
+        ({"gpu": {"decode_seqs": [1], "decode_us": [1.0, 2.0]}}, "gpu.decode_us"),
+        ({"gpu": {"idle_start_us": -1.0}}, "gpu.idle_start_us"),
+        ({"gpu": {"idle_start_us": math.nan}}, "gpu.idle_start_us"),
+        ({"gpu": {"contention": 0.5}}, "gpu.contention"),
+        ({"host": {"plan": {"us": "5"}}}, "host.plan.us"),
+        ({"host": {"plan": 5.0}}, "host.plan"),
+        ({"host": {"paln": {}}}, "did you mean plan"),
+        ({"jitter": {"decode": [1.0, 2.0]}}, "jitter.decode"),
+        ({"jitter": {"decode": [1.0] * 10 + [0.5]}}, "jitter.decode"),
+    ],
+)
+def test_profiles_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        Profile.from_dict({**PLANTED, **change})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_profile_says_where_it_comes_from(runs: list[Run], found: Profile) -> None:
+    assert found.runs == tuple(run.info.name for run in runs)
+    assert found.device["name"] == "planted"
+    assert found.engine["num_blocks"] == ENGINE["num_blocks"]
+    assert found.fit["gpu.decode"].count == sum((run.steps.kind == "decode").sum() for run in runs)
+    assert found.fit["gpu.decode"].seen["num_seqs"] == (1.0, 32.0)
