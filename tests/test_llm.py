@@ -1008,7 +1008,8 @@ def test_the_simulator_decides_as_the_executor_does(depth: int, preemption: str)
     submits = [command for _, command in taken if isinstance(command, Submit)]
     ends = [_last_position(command, outputs[command.request_id]) for command in submits]
     env = simpy.Environment(initial_time=0)
-    engine = SimEngine(env, scheduler, load_preset("hf-8b-bs32").costs(), np.array(ends, dtype=np.int64))
+    costs = load_preset("hf-8b-bs32").costs()
+    engine = SimEngine(env, scheduler, costs, np.array(ends, dtype=np.int64), leaps=False)  # commands come by plan
     engine.inbox = ReplayInbox(scheduler, [(plan, _simulated(command, outputs)) for plan, command in taken])
     for number in range(len(submits)):
         engine.metrics.arrived(number, 0)
