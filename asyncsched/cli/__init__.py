@@ -7,7 +7,10 @@
     figures    what each figure of a summary is called and means
     simulate, sweep, presets, generate, bench   one command each
 
-For the commands that run a real model:
+    calibrate, validate, whatif   what recorded runs teach, and how far from them the simulator is
+    runs       the runs and profiles that these name
+
+For the commands that run a real model (`record` is one more):
 
     loading      options of its engine, and how it is loaded
     prompts      prompts and sampling parameters, from options and from lines of a file
