@@ -57,11 +57,11 @@ class BoundLayers:
     """
 
     def __init__(self, layers: tuple[nn.Module, ...], several: Traced, single: Traced) -> None:
-        sizes = several.sizes - single.sizes
-        if len(sizes) != 1:
+        sizes = sorted(several.sizes - single.sizes)  # all of them are the number of tokens
+        if not sizes:
             raise LookupError("the compiler made other code than for one token and for more")
         self._several, self._single = _Inputs.of(layers, several), _Inputs.of(layers, single)
-        self._size = compile(sizes.pop(), "<size>", "eval")
+        self._size = compile(sizes[0], "<size>", "eval")
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         scope = {"L": {"args": args, "kwargs": kwargs}}

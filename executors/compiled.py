@@ -13,6 +13,7 @@ once per step, and written out it is two dozen kernels. Where it cannot be compi
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,8 @@ from executors.step_view import Chunk, StepView, view_of
 WARM_UP = (31, 1)
 WARM_UP_BLOCK_SIZE = 16
 ORDINALS = ("layer_idx", "layer_number")  # of a layer among the others: steer its cache, which is not the model's here
+
+_numbers_of_kinds = itertools.count()
 
 Forward = Callable[[StepView, KvCache], torch.Tensor]
 AllocateKv = Callable[[int, int], KvCache]
@@ -263,8 +266,9 @@ class _Kind(NamedTuple):
                 args = (forward(layer, *args, **kwargs), *args[1:])
             return args[0]
 
-        # The compiler keeps what it made by code object: each kind has a copy, to find its own at once.
-        own = FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
+        # The compiler keeps what it made by code object, and what sizes it saw by name: each kind has its own.
+        code = run.__code__.replace(co_name=f"{type(layer).__name__}_{next(_numbers_of_kinds)}")
+        own = FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
         traced: list[Traced] = []
         backend = recording(settings.compile_graph, traced)
         return cls(torch.compile(own, backend=backend, fullgraph=True, dynamic=True), traced)

@@ -72,6 +72,15 @@ def test_one_compilation_serves_all_layers_of_a_kind_and_any_number_of_tokens(na
         torch.testing.assert_close(torch.stack(actual), torch.stack(wanted), rtol=0, atol=1e-4)
 
 
+def test_the_next_model_of_the_same_code_is_compiled_alike() -> None:
+    """The compiler remembers sizes by the name of the code: what it saw of another model is not this one's."""
+    for number, name in enumerate(("llama", "llama", "qwen3", "llama"), start=1):
+        model = tiny_model(name, compile=TRACED)
+        assert model.compiled is not None
+        assert model.compiled.is_bound
+        assert compilations() == SIZES * number * (1 + model.compiled.num_beside)
+
+
 @pytest.mark.parametrize("layers", [1, 5])
 def test_more_layers_are_no_more_compilations(layers: int) -> None:
     config = TINY["llama"]()
@@ -142,7 +151,7 @@ def test_layers_compiled_as_one_give_the_same_tokens(layers: int, most: int, kin
     assert model.compiled is not None
     assert model.compiled.is_bound
     assert model.compiled.kinds == kinds
-    assert compilations() == SIZES * kinds
+    assert compilations() == SIZES * (kinds + model.compiled.num_beside)
     assert Driver(model, prompts()).run() == Driver(Model.load(config, **options), prompts()).run()
     compiled.restore(model.module)
     assert Driver(model, prompts()).run() == Driver(Model.load(config, **options), prompts()).run()
