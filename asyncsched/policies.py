@@ -120,26 +120,26 @@ PREEMPTION: dict[str, type[PreemptionPolicy]] = {"recompute": Recompute, "offloa
 
 
 def load_admission(name: str) -> AdmissionPolicy:
-    policy: AdmissionPolicy = _load("admission", name, ADMISSION, "admission_key")
+    policy: AdmissionPolicy = load("admission", name, ADMISSION, "admission_key")
     return policy
 
 
 def load_victim(name: str) -> VictimPolicy:
-    policy: VictimPolicy = _load("victim", name, VICTIM, "victim_key")
+    policy: VictimPolicy = load("victim", name, VICTIM, "victim_key")
     return policy
 
 
 def load_reservation(name: str) -> ReservationPolicy:
-    policy: ReservationPolicy = _load("reservation", name, RESERVATION, "reserved_tokens")
+    policy: ReservationPolicy = load("reservation", name, RESERVATION, "reserved_tokens")
     return policy
 
 
 def load_preemption(name: str) -> PreemptionPolicy:
-    policy: PreemptionPolicy = _load("preemption", name, PREEMPTION, "offloads")
+    policy: PreemptionPolicy = load("preemption", name, PREEMPTION, "offloads")
     return policy
 
 
-def _load(field: str, name: str, known: dict[str, Any], method: str) -> Any:
+def load(field: str, name: str, known: dict[str, Any], method: str) -> Any:
     """A built-in policy by name, or a user's by `module:Class`. Raises ConfigError."""
     if name in known:
         return known[name]()

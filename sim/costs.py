@@ -292,13 +292,14 @@ class LaneCosts:
 
 
 class JitteredCosts:
-    """Another model's prices times a multiplier per (seed, operation, step), whatever the order of the calls."""
+    """Another model's prices times a multiplier per (seed, replica, operation, step), in whatever order asked for."""
 
-    __slots__ = ("_blocks", "_costs", "_seed", "_sigmas")
+    __slots__ = ("_blocks", "_costs", "_replica", "_seed", "_sigmas")
 
-    def __init__(self, costs: CostModel, jitter: Jitter, seed: int) -> None:
+    def __init__(self, costs: CostModel, jitter: Jitter, seed: int, replica: int = 0) -> None:
         self._costs = costs
         self._seed = seed
+        self._replica = replica
         self._sigmas = dict.fromkeys(_HOST_STREAMS.values(), jitter.host_sigma)
         copies = (Stream.H2D, Stream.D2H, Stream.OFFLOAD, Stream.RESTORE)
         self._sigmas |= dict.fromkeys(copies, jitter.copy_sigma) | {Stream.FORWARD: jitter.gpu_sigma}
@@ -337,7 +338,7 @@ class JitteredCosts:
         wanted, offset = divmod(step, JITTER_BLOCK)
         block, multipliers = self._blocks[stream]
         if block != wanted:
-            random = generator(self._seed, stream, wanted)
+            random = generator(self._seed, stream, wanted, self._replica)
             multipliers = lognormal(random, self._sigmas[stream], JITTER_BLOCK).tolist()
             self._blocks[stream] = (wanted, multipliers)
         return multipliers[offset]

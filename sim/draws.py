@@ -38,10 +38,10 @@ class Stream(IntEnum):
     RUN = 17
 
 
-def generator(seed: int, stream: Stream, block: int = 0) -> np.random.Generator:
-    """Blocks are 2**64 Philox counters apart: they never overlap."""
+def generator(seed: int, stream: Stream, block: int = 0, replica: int = 0) -> np.random.Generator:
+    """Blocks are 2**64 Philox counters apart, replicas 2**128: they never overlap."""
     key = np.array([seed, stream], dtype=np.uint64)
-    counter = np.array([0, block, 0, 0], dtype=np.uint64)
+    counter = np.array([0, block, replica, 0], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 

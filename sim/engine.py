@@ -7,7 +7,8 @@ a command that arrives just when a plan is made is in that plan.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import math
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,10 @@ from simpy.events import EventPriority
 
 from asyncsched.errors import AsyncschedError
 from asyncsched.metrics import ServingMetrics
-from asyncsched.pipeline import Collect, Deliver, Host, Idle, Inbox, Landed, Launch, Leap, Leaped, pipeline
+from asyncsched.pipeline import Collect, Deliver, Host, Idle, Inbox, Landed, Launch, Leap, Leaped, Submit, pipeline
 from asyncsched.plan import StepOutput, StepPlan, StepShape
 from asyncsched.program import Template, build_program
-from asyncsched.request import FinishReason, TokenArray
+from asyncsched.request import Finished, FinishReason, TokenArray
 from asyncsched.run_log import RunLog
 from asyncsched.scheduler import Scheduler
 from asyncsched.stretch import Stretch
@@ -31,6 +32,10 @@ from sim.measured import MeasuredCosts, MeasuredLanes
 
 TEXT, END = 0, 1  # the simulated model's vocabulary: a token, and the token that ends a request
 AFTER_THE_WORLD = EventPriority(2)  # of an engine's events; SimPy's own are 0 and 1
+MOST_AHEAD = 64  # steps of a leap that the world may cut short
+
+
+NO_POSITIONS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 class StuckError(AsyncschedError):
@@ -49,8 +54,11 @@ class Moment(simpy.Event):
 class SimEngine:
     """Interprets one scheduler's programs.
 
-    last_positions  where the last token of each request will stand, by number
+    last_positions  where the last token of each request will stand, by number; `submit` adds to them
     leaps           pass stretches in which nothing is decided at once: the same results, sooner
+    alone           nothing else in the environment happens often: a leap may end where anything does
+    on_end          is told of notices at the moment they are delivered; it must not submit anything at that moment
+    most_gaps       as in `ServingMetrics`
     """
 
     def __init__(
@@ -58,15 +66,18 @@ class SimEngine:
         env: simpy.Environment,
         scheduler: Scheduler,
         costs: CostModel | MeasuredCosts,
-        last_positions: NDArray[np.int64],
+        last_positions: NDArray[np.int64] = NO_POSITIONS,
         *,
         timeline: Timeline | None = None,
         leaps: bool = True,
+        alone: bool = True,
+        on_end: Callable[[Sequence[Finished]], None] | None = None,
+        most_gaps: int = 1 << 20,
     ) -> None:
         self.env = env
         self.scheduler = scheduler
         self.inbox = Inbox()
-        self.metrics = ServingMetrics()
+        self.metrics = ServingMetrics(most_gaps)
         self.lanes: Lanes | MeasuredLanes = (
             MeasuredLanes(costs, timeline)
             if isinstance(costs, MeasuredCosts)
@@ -77,12 +88,14 @@ class SimEngine:
         self.leaped = 0  # of these, in leaps
         self.kv_peak = 0
         self.rejections: list[str] = []
+        self.ended_ns = 0
+        self._alone = alone
+        self._on_end = on_end
         self._last_positions = last_positions
         self._leaps = leaps and not isinstance(costs, MeasuredCosts)  # measured lanes are stepped
-        self._stops = True
         self._pace_ns = 1  # of a step in the last leap: how many prices the next one may need
         self._wake: simpy.Event | None = None
-        self._end: simpy.Event | None = None
+        self._leaping: simpy.Process | None = None  # ourselves, while a leap may be cut short
         self._shapes = [StepShape(0, 0, 0, 0, 0, 0, 0, 0)] * scheduler.config.depth  # of the steps in flight, by slot
         self._in_flight = 0
         self._submitted = 0
@@ -95,16 +108,24 @@ class SimEngine:
     def timeline(self) -> Timeline | None:
         return self.lanes.timeline
 
+    def submit(self, request: Submit, last_position: int) -> None:
+        """A request arrives now; the last token it will get stands at `last_position`."""
+        number = self.metrics.num_requests
+        if number >= len(self._last_positions):
+            more = np.zeros(max(number, 64), dtype=np.int64)
+            self._last_positions = np.concatenate((self._last_positions, more))
+        self._last_positions[number] = last_position
+        self.metrics.arrived(number, int(self.env.now))
+        self.inbox.put(request)
+        self.notify()
+
     def notify(self) -> None:
         """Something was put into the inbox, or it was closed."""
         if self._wake is not None and not self._wake.triggered:
             self._wake.succeed()
-
-    def next_end(self) -> simpy.Event:
-        """Happens when users are told that some request has ended."""
-        if self._end is None:
-            self._end = self.env.event()
-        return self._end
+        elif self._leaping is not None:
+            process, self._leaping = self._leaping, None
+            process.interrupt()
 
     def run(self) -> Generator[simpy.Event, Any, None]:
         """The engine's process."""
@@ -114,6 +135,7 @@ class SimEngine:
         reply: object = None
         times: list[int] = []  # of the commits of a leap
         settled: StepPlan | None = None  # collected, and not delivered
+        yield Moment(env, int(env.now))  # what arrives when it starts is in its first plan
         while True:
             try:
                 effect = loop.send(reply)
@@ -130,7 +152,7 @@ class SimEngine:
                 lanes.launch(template, plan, self._shapes[plan.slot])
                 self._in_flight += 1
                 if self._in_flight < depth:  # another plan is made before anything is collected
-                    yield Moment(env, free[HOST])
+                    yield Moment(self.env, free[HOST])
             elif isinstance(effect, Collect):
                 self._in_flight -= 1
                 settled = effect.plan
@@ -138,21 +160,21 @@ class SimEngine:
                 reply = self._tokens(effect.plan)
             elif isinstance(effect, Deliver):
                 if free[HOST] > env.now:
-                    yield Moment(env, free[HOST])
+                    yield Moment(self.env, free[HOST])
                 self._deliver(effect.output, free[HOST])
                 if isinstance(lanes, MeasuredLanes) and settled is not None:
                     lanes.host("deliver", settled, self._shapes[settled.slot])
                     settled = None
                     yield Moment(env, free[HOST])
             elif isinstance(effect, Leap):
-                times, reply = self._leap(effect)
-                if times:
-                    yield Moment(env, times[-1])
+                times = yield from self._leap(effect)
+                reply = Leaped(len(times), [self._tokens(plan) for plan in effect.in_flight[: len(times)]], TEXT)
             elif isinstance(effect, Landed):
                 reply = self._land(effect, times)
             elif isinstance(effect, Idle):
                 yield from self._idle()
         lanes.account.finish(free[HOST], lanes.idle)
+        self.ended_ns = free[HOST]
 
     def _planned(self, plan: StepPlan) -> None:
         self._shapes[plan.slot] = StepShape.of(plan, self.scheduler.config.sliding_window)
@@ -174,40 +196,53 @@ class SimEngine:
         self.metrics.delivered(output, now_ns)
         if self.log is not None:
             self.log.delivered(now_ns, output)
-        if output.finished and self._end is not None:
-            self._end.succeed()
-            self._end = None
         for notice in output.finished:
             if notice.reason is FinishReason.REJECTED:
                 self.rejections.append(f"request {notice.request_id}: {notice.message}")
+        if output.finished and self._on_end is not None:
+            self._on_end(output.finished)
 
-    def _leap(self, effect: Leap) -> tuple[list[int], Leaped]:
-        """Advances the lanes over as many steps as begin before the world does anything, or a request stops."""
+    def _leap(self, effect: Leap) -> Generator[simpy.Event, Any, list[int]]:
+        """Advances the lanes over as many steps as begin before the world does anything, or a request stops, and lets
+        that time pass. When each commit ends; nothing for no leap."""
         stretch, in_flight = effect
         assert isinstance(self.lanes, Lanes)  # others do not leap
-        lanes, costs, until = self.lanes, self.lanes.costs, self.env.peek()
-        steps = stretch.steps
-        if self._stops:  # END must not be among the tokens that are collected
-            left = self._last_positions[stretch.requests] - stretch.starts
-            steps = min(steps, int(left.min()) + len(in_flight) - 1)
-        if until < float("inf"):  # a guess, which costs another leap if it is too low
-            steps = min(steps, int(until - lanes.free[HOST]) // self._pace_ns + 2)
-        if self._end is not None:  # whoever waits for an end is told when it happens
+        lanes, costs = self.lanes, self.lanes.costs
+        begun = lanes.free[HOST]
+        until = self.env.peek() if self._alone else math.inf
+        # END must not be among the tokens that are collected.
+        left = self._last_positions[stretch.requests] - stretch.starts
+        steps = min(stretch.steps, int(np.minimum.reduce(left)) + len(in_flight) - 1)
+        if not self._alone:
+            steps = min(steps, MOST_AHEAD)
+        elif until < math.inf:  # a guess, which costs another leap if it is too low
+            steps = min(steps, int(until - begun) // self._pace_ns + 2)
+        if self._on_end is not None:  # they are told when it happens
             ending = (place for place, plan in enumerate(in_flight) if END in self._tokens(plan))
             steps = min(steps, next(ending, steps) + 1)
         if steps < 2:
-            return [], Leaped(0)
+            return []
         prices = costs.decode_prices(self._decode_shape(stretch, 0), stretch.step, steps)
         commits = [costs.host_ns("commit", self._shapes[plan.slot], plan.step) for plan in in_flight]
-        begun = lanes.free[HOST]
-        times = lanes.decode(stretch, in_flight, prices, commits + prices.commit, until)
-        if not times:
-            return [], Leaped(0)
-        self._pace_ns = max((times[-1] - begun) // len(times), 1)
-        return times, Leaped(len(times), [self._tokens(plan) for plan in in_flight[: len(times)]], TEXT)
+        commits += prices.commit
+        before = None if self._alone else lanes.state()
+        times = lanes.decode(stretch, in_flight, prices, commits, until)
+        if before is not None:
+            self._leaping = self.env.active_process
+            try:
+                yield Moment(self.env, times[-1])
+                self._leaping = None
+                return times
+            except simpy.Interrupt:
+                lanes.restore(before)
+                times = lanes.decode(stretch, in_flight, prices, commits, self.env.now)
+        if times:
+            self._pace_ns = max((times[-1] - begun) // len(times), 1)
+            yield Moment(self.env, times[-1])
+        return times
 
     def _land(self, effect: Landed, times: list[int]) -> list[Template]:
-        """Hands out what a leap gave, at the times it was ready; the tickets of what is in flight now."""
+        """Hands out what a leap gave, at the times it was ready. The tickets of what is in flight now."""
         stretch, passed = effect
         self.steps += len(times)
         self.leaped += len(times)

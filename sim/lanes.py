@@ -43,6 +43,19 @@ class Translated(NamedTuple):
     synchronized: int
 
 
+class LaneState(NamedTuple):
+    """What changes in `Lanes`, and how many spans there were."""
+
+    free: list[int]
+    recorded: list[int]
+    gate: int
+    idle: int
+    busy: dict[str, int]
+    idle_by_cause: dict[str, int]
+    last_end_ns: int
+    spans: int
+
+
 class Lanes:
     """When each lane is free and each event was recorded, in nanoseconds; and what the lanes were busy with."""
 
@@ -171,6 +184,30 @@ class Lanes:
         if details:
             self._decode_spans(stretch, in_flight, details, times)
         return times
+
+    def state(self) -> LaneState:
+        """For `restore`."""
+        account = self.account
+        spans = 0 if self.timeline is None else len(self.timeline.spans)
+        return LaneState(
+            [*self.free],
+            [*self.recorded],
+            self.gate,
+            self.idle,
+            {**account.busy},
+            {**account.idle},
+            account.last_end_ns,
+            spans,
+        )
+
+    def restore(self, state: LaneState) -> None:
+        """Undoes everything since `state` was asked for."""
+        account = self.account
+        self.free[:], self.recorded[:], self.gate, self.idle, busy, idle, account.last_end_ns, spans = state
+        account.busy.update(busy)
+        account.idle.update(idle)
+        if self.timeline is not None:
+            del self.timeline.spans[spans:]
 
     def rest(self, until_ns: int) -> None:
         """The host had nothing to do until then."""

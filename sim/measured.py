@@ -44,11 +44,12 @@ def step_kind(shape: StepShape) -> str:
 class MeasuredCosts:
     """Nanoseconds of each operation. `seed` draws jitter from the profile's tables; None is no jitter."""
 
-    def __init__(self, profile: Profile, *, depth: int, seed: int | None) -> None:
+    def __init__(self, profile: Profile, *, depth: int, seed: int | None, replica: int = 0) -> None:
         host, gpu = profile.host, profile.gpu
         self.profile = profile
         self.inline = host.inline
         self._seed = seed
+        self._replica = replica
         self._host = {
             kind: _linear(getattr(host, kind), host.scale)
             for kind in ("plan", "fill", "launch", "eager_launch", "commit", "deliver")
@@ -69,7 +70,7 @@ class MeasuredCosts:
         self.gap_ns = round(gpu.gap_us * 1e3)
         self._tables = {name: np.array(getattr(profile.jitter, name)) for name in _STREAMS}
         self._draws: dict[Stream, tuple[int, list[float]]] = {}
-        draw = 0.5 if seed is None else generator(seed, Stream.RUN).random()
+        draw = 0.5 if seed is None else generator(seed, Stream.RUN, 0, replica).random()
         decode, mixed = (
             float(np.interp(draw, QUANTILES, table)) if seed is not None and table else 1.0
             for table in (profile.jitter.run, profile.jitter.run_mixed)
@@ -132,7 +133,7 @@ class MeasuredCosts:
         wanted, offset = divmod(step, BLOCK)
         block, draws = self._draws.get(stream, (-1, []))
         if block != wanted:
-            draws = generator(self._seed, stream, wanted).random(BLOCK).tolist()
+            draws = generator(self._seed, stream, wanted, self._replica).random(BLOCK).tolist()
             self._draws[stream] = (wanted, draws)
         return float(np.interp(draws[offset], QUANTILES, table))
 

@@ -7,6 +7,7 @@ prompts are random, so they share nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -24,10 +25,16 @@ def prompt_of(arrival: Arrival, seed: int, number: int, caching: bool) -> TokenA
     """int32[prompt_tokens] of the request that is the `number`-th to come. Without caching one zero stands for all."""
     size = arrival.prompt_tokens
     if not caching:
-        return np.broadcast_to(np.int32(0), (size,))
+        return _zeros(-(-size // 65_536) * 65_536)[:size]
     if arrival.prefix:
         return np.repeat(np.array(arrival.prefix, dtype=np.int32) + np.int32(FIRST), PREFIX_BLOCK)[:size]
     return generator(seed, Stream.TOKENS, number).integers(FIRST, VOCABULARY, size, dtype=np.int32)
+
+
+@cache
+def _zeros(size: int) -> TokenArray:
+    """Shared by all who need no more, as queues may be long."""
+    return np.zeros(size, dtype=np.int32)
 
 
 class IdealReuse(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,11 @@ import simpy
 
 from asyncsched.errors import PolicyError
 from asyncsched.metrics import ServingMetrics
-from asyncsched.pipeline import Submit
-from asyncsched.request import FinishReason, SamplingParams
-from asyncsched.scheduler import Scheduler
+from asyncsched.request import FinishReason
 from asyncsched.timeline import LaneAccount, Timeline
-from sim.engine import END, SimEngine
-from sim.prompts import ideal_reuse, prompt_of
+from sim.engine import SimEngine
+from sim.fleet import Fleet
+from sim.prompts import ideal_reuse
 from sim.scenario import Scenario
 from sim.workload import Workload
 
@@ -43,10 +42,12 @@ class Result:
     prefix_queries: int
     rejections: tuple[str, ...]
     wall_s: float
+    replicas: tuple[dict[str, Any], ...] = ()  # a short summary of each, where there are several
 
     def summary(self) -> dict[str, Any]:
-        """The object that `--json` prints. Keys end in their unit; shares are of the makespan."""
+        """The object that `--json` prints. Keys end in their unit; shares are of the makespan, of all replicas."""
         makespan_s = self.makespan_ns / 1e9
+        lanes_ns = self.makespan_ns * self.scenario.replicas.count
         busy, idle = self.account.busy, self.account.idle
         ended = self.metrics.ended
         return {
@@ -54,7 +55,7 @@ class Result:
             "depth": self.scenario.depth,
             "makespan_s": makespan_s,
             "steps": self.steps,
-            "gpu_active": busy["compute"] / self.makespan_ns if self.makespan_ns else 0.0,
+            "gpu_active": busy["compute"] / lanes_ns if lanes_ns else 0.0,
             "idle_s": {cause: ns / 1e9 for cause, ns in idle.items()},
             "exposed_host_s": idle["host"] / 1e9,
             "busy_s": {lane: ns / 1e9 for lane, ns in busy.items()},
@@ -73,6 +74,7 @@ class Result:
             "kv_peak": self.kv_peak / self.scenario.engine_config().num_blocks,
             "prefix_cache": self._prefix_cache(),
             "notes": list(self.workload.notes),
+            **({"router": self.scenario.replicas.router, "replicas": list(self.replicas)} if self.replicas else {}),
             "wall_s": self.wall_s,
             "seed": self.scenario.seed,
             "scenario": self.scenario.to_dict(),
@@ -111,76 +113,103 @@ def simulate(
     leaps: bool = True,
     progress: Progress | None = None,
 ) -> Result:
-    """Runs a scenario to its end. `spans` keeps a timeline, `decisions` the decision log. Without `leaps` it goes
-    step by step, to the same results.
+    """Runs a scenario to its end. `spans` keeps a timeline, of one engine only; `decisions` the decision log. Without
+    `leaps` it goes step by step, to the same results.
 
-    Raises ConfigError, and PolicyError where a policy failed: what it was replaced by is not what was asked about.
+    Raises ConfigError, and PolicyError where a policy or router failed: what it was replaced by is not what was asked
+    about.
     """
     started = time.perf_counter()
-    config = scenario.engine_config()
     workload = scenario.build_workload()
-    arrivals = workload.arrivals
-    log: list[str] | None = [] if decisions else None
-    scheduler = Scheduler(config, log=log)
-    timeline = Timeline() if spans else None
-    last_positions = np.array([a.prompt_tokens + a.output_tokens - 1 for a in arrivals], dtype=np.int64)
     env = simpy.Environment(initial_time=0)
-    engine = SimEngine(env, scheduler, scenario.costs(), last_positions, timeline=timeline, leaps=leaps)
-    env.process(_arrive(env, engine, workload, scenario))
-    run = env.process(engine.run())
+    fleet = Fleet(env, scenario, leaps=leaps, spans=spans, decisions=decisions)
+    run = fleet.start(workload)
     if progress is None:
         env.run(run)
     else:
-        _run_with_progress(env, run, engine, sum(a.output_tokens for a in arrivals), progress)
-    if scheduler.policies.faults:
-        raise PolicyError(f"the run is void: {scheduler.policies.faults[0]}")
+        _run_with_progress(env, run, fleet, sum(a.output_tokens for a in workload.arrivals), progress)
+    return report(scenario, workload, fleet, started)
+
+
+def report(scenario: Scenario, workload: Workload, fleet: Fleet, started: float) -> Result:
+    """What a fleet that has ended gave. `started` is this machine's time. Raises PolicyError where a policy failed."""
+    engines = fleet.engines
+    for engine in engines:
+        if engine.scheduler.policies.faults:
+            raise PolicyError(f"the run is void: {engine.scheduler.policies.faults[0]}")
+    makespan_ns = max(engine.ended_ns for engine in engines)
+    first = engines[0]
+    metrics, account = first.metrics, first.account
+    replicas: tuple[dict[str, Any], ...] = ()
+    log = None if fleet.logs is None else fleet.logs[0]
+    if len(engines) > 1:
+        numbers = [np.array(numbers, dtype=np.int64) for numbers in fleet.numbers]
+        metrics = ServingMetrics.merged([engine.metrics for engine in engines], numbers)
+        account = _summed([engine.account for engine in engines], makespan_ns)
+        replicas = tuple(_describe(engine, number, makespan_ns) for number, engine in enumerate(engines))
+        if fleet.logs is not None:
+            log = [f"replica {number}: {line}" for number, lines in enumerate(fleet.logs) for line in lines]
     return Result(
         scenario,
         workload,
-        engine.metrics,
-        engine.account,
-        timeline,
+        metrics,
+        account,
+        first.timeline if len(engines) == 1 else None,
         log,
-        int(env.now),
-        engine.steps,
-        scheduler.preemptions,
-        engine.kv_peak,
-        scheduler.prefix_hits,
-        scheduler.prefix_queries,
-        tuple(engine.rejections),
+        makespan_ns,
+        sum(engine.steps for engine in engines),
+        sum(engine.scheduler.preemptions for engine in engines),
+        max(engine.kv_peak for engine in engines),
+        sum(engine.scheduler.prefix_hits for engine in engines),
+        sum(engine.scheduler.prefix_queries for engine in engines),
+        tuple(line for engine in engines for line in engine.rejections),
         time.perf_counter() - started,
+        replicas,
     )
 
 
-def _arrive(
-    env: simpy.Environment, engine: SimEngine, workload: Workload, scenario: Scenario
-) -> Generator[simpy.Event, Any, None]:
-    """Submits the workload, in order; request i is the i-th to arrive. In a closed loop clients wait for each other."""
-    caching = scenario.engine_config().enable_prefix_caching
-    stop = (END,) if scenario.workload.stop == "eos" else ()
-    most = scenario.workload.max_concurrency
-    for number, arrival in enumerate(workload.arrivals):
-        if arrival.arrival_ns > env.now:
-            yield env.timeout(arrival.arrival_ns - env.now)
-        while most is not None and number - sum(engine.metrics.ended.values()) >= most:
-            yield engine.next_end()
-        params = SamplingParams(max_tokens=arrival.max_tokens, stop_token_ids=stop)
-        prompt = prompt_of(arrival, scenario.seed, number, caching)
-        engine.metrics.arrived(number, int(env.now))
-        engine.inbox.put(Submit(str(number), prompt, params, arrival.priority))
-        engine.notify()
-    engine.inbox.close()
-    engine.notify()
+def _summed(accounts: Sequence[LaneAccount], makespan_ns: int) -> LaneAccount:
+    """All engines' lanes as one account; who ends early has no work for the rest of the time."""
+    whole = LaneAccount(last_end_ns=makespan_ns)
+    for account in accounts:
+        for lane, ns in account.busy.items():
+            whole.busy[lane] += ns
+        for cause, ns in account.idle.items():
+            whole.idle[cause] += ns
+        whole.idle["no_work"] += makespan_ns - account.last_end_ns
+    return whole
 
 
-def _run_with_progress(
-    env: simpy.Environment, run: simpy.Process, engine: SimEngine, total: int, progress: Progress
-) -> None:
+def _describe(engine: SimEngine, number: int, makespan_ns: int) -> dict[str, Any]:
+    """A replica in the words of a summary; shares are of the whole run's makespan."""
+    metrics, ended = engine.metrics, engine.metrics.ended
+    seconds = makespan_ns / 1e9
+    return {
+        "replica": number,
+        "requests": metrics.num_requests,
+        "completed": ended[FinishReason.LENGTH] + ended[FinishReason.STOP],
+        "rejected": ended[FinishReason.REJECTED],
+        "steps": engine.steps,
+        "output_tokens": metrics.output_tokens,
+        "output_throughput": metrics.output_tokens / seconds if seconds else 0.0,
+        "gpu_active": engine.account.busy["compute"] / makespan_ns if makespan_ns else 0.0,
+        **metrics.summary(),
+        "preemptions": engine.scheduler.preemptions,
+        "overshoot_tokens": metrics.overshoot_tokens,
+        "kv_peak": engine.kv_peak / engine.scheduler.config.num_blocks,
+    }
+
+
+def _run_with_progress(env: simpy.Environment, run: simpy.Event, fleet: Fleet, total: int, progress: Progress) -> None:
     """Steps the clock, and reports whenever another hundredth of the tokens is out."""
     shown, stride = 0, max(total // 100, 1)
+    events = 0
     while not run.processed:
         env.step()
-        if engine.metrics.output_tokens - shown >= stride:
-            shown = engine.metrics.output_tokens
-            progress(shown, total)
+        events += 1
+        if events % len(fleet.engines) == 0:  # looking at all of them takes as long as a few events
+            done = sum(engine.metrics.output_tokens for engine in fleet.engines)
+            if done - shown >= stride:
+                shown = done
+                progress(shown, total)
     progress(total, total)

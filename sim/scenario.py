@@ -27,6 +27,7 @@ from asyncsched.policy_set import PolicySet
 from sim.costs import CopyCosts, CostModel, GpuCosts, HostCosts, Jitter, JitteredCosts, LaneCosts, Overlap
 from sim.measured import MeasuredCosts
 from sim.profile import Profile
+from sim.routers import load_router
 from sim.spec import Count, Section, unknown, validate
 from sim.trace import PACKAGED
 from sim.workload import Arrival, Workload, WorkloadSpec, build_workload
@@ -73,6 +74,25 @@ class Goodput(Section):
     e2el_ms: Level | None = None
 
 
+class Replicas(Section):
+    """Engines side by side, each with all of `engine`, and who sends requests to them.
+
+    count   engines
+    router  round-robin, least-loaded, prefix-aware, or module:Class
+    """
+
+    count: Annotated[int, Field(ge=1, le=10_000)] = 1
+    router: str = "round-robin"
+
+    @model_validator(mode="after")
+    def _check_router(self) -> Self:
+        try:
+            load_router(self.router)
+        except ConfigError as error:
+            raise ConfigError("router", error.value, error.allowed) from error
+        return self
+
+
 class Scenario(Section):
     """A checked scenario, with every default filled in. Make one with `load_scenario` or `Scenario.from_dict`."""
 
@@ -88,6 +108,7 @@ class Scenario(Section):
     jitter: Jitter = Jitter()
     workload: WorkloadSpec
     goodput: Goodput = Goodput()
+    replicas: Replicas = Replicas()
     profile: Profile | None = None
 
     @model_validator(mode="after")
@@ -128,15 +149,15 @@ class Scenario(Section):
         levels = ServiceLevels(**self.goodput.model_dump())
         return None if levels == ServiceLevels() else levels
 
-    def costs(self) -> CostModel | MeasuredCosts:
+    def costs(self, replica: int = 0) -> CostModel | MeasuredCosts:
         if self.profile is not None:
             seed = self.seed if self.jitter.kind == "profile" else None
-            return MeasuredCosts(self.profile, depth=self.depth, seed=seed)
+            return MeasuredCosts(self.profile, depth=self.depth, seed=seed, replica=replica)
         assert self.gpu is not None  # checked when the scenario was made
         costs = LaneCosts(
             self.host, self.copies, self.gpu, self.overlap, depth=self.depth, block_size=self.engine["block_size"]
         )
-        return costs if self.jitter.kind == "none" else JitteredCosts(costs, self.jitter, self.seed)
+        return costs if self.jitter.kind == "none" else JitteredCosts(costs, self.jitter, self.seed, replica)
 
     def build_workload(self) -> Workload:
         """Raises ConfigError for a trace that cannot be used."""

@@ -120,3 +120,17 @@ def test_a_model_step_is_timed_and_a_variant_that_fails_is_one_line(tmp_path: Pa
     assert done.returncode == 1
     assert done.stderr.startswith("error: no variant fast; there are eager, compiled, merged, both, ")
     assert done.stderr.count("\n") == 1
+
+
+def test_the_simulator_bench_reports_both_ways_and_a_fleet(tmp_path: Path) -> None:
+    done = script("bench_sim.py", "--rounds", "1", "--replicas", "3", "--requests", "40", "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    leaps, steps, quarter, fleet = json.loads(done.stdout)["rows"]
+    assert leaps["steps"] == steps["steps"] > 20_000
+    assert leaps["simulated_s"] == steps["simulated_s"]
+    assert leaps["cpu_s"] < steps["cpu_s"]
+    assert (quarter["requests"], fleet["requests"]) == (10, 40)
+    bad = script("bench_sim.py", "nowhere.csv", folder=tmp_path)
+    assert bad.returncode == 2
+    assert bad.stderr.startswith("error: workload.trace: 'nowhere.csv'")
+    assert bad.stderr.count("\n") == 1

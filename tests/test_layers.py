@@ -25,7 +25,7 @@ class Layer(NamedTuple):
 
 
 ABOVE = frozenset(
-    {"asyncsched.cli", "asyncsched.plotting", "asyncsched.plotting_runs", "asyncsched.LLM"}
+    {"asyncsched.cli", "asyncsched.plotting", "asyncsched.plotting_fleet", "asyncsched.plotting_runs", "asyncsched.LLM"}
 )  # what stands on the layers below
 
 # The first prefix that matches a path decides.

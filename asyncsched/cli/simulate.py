@@ -63,6 +63,9 @@ SHOWN_IF_ANY = (
     "prefix_cache.ideal_block_rate",
 )
 
+OF_REPLICAS = ("requests", "output_throughput", "gpu_active", "ttft_ms.p50", "ttft_ms.p99", "itl_ms.p99", "kv_peak")
+MOST_LISTED = 16  # replicas, each in a row of its own
+
 
 def simulate(
     scenario: ScenarioFile = None,
@@ -84,11 +87,26 @@ def simulate(
             metavar="FIRST:LAST", help="Steps in the trace and the plot. Without it: all, and six from the middle."
         ),
     ] = None,
+    replicas: Annotated[
+        str | None, typer.Option(metavar="N", help="So many engines behind a router: replicas.count.")
+    ] = None,
+    router: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The router: round-robin, least-loaded, prefix-aware or module:Class; replicas.router.",
+        ),
+    ] = None,
     leaps: Annotated[
         bool, typer.Option(help="Pass stretches in which nothing is decided at once: the same results, sooner.")
     ] = True,
 ) -> None:
     """Simulate one scenario."""
+    overrides = [
+        *(overrides or ()),
+        *([] if replicas is None else [f"replicas.count={replicas}"]),
+        *([] if router is None else [f"replicas.router={router}"]),
+    ]
     check_output("--trace", trace, (".json",))
     check_output("--plot", plot, PICTURES)
     if steps is not None and trace is None and plot is None:
@@ -104,8 +122,16 @@ def simulate(
     if profile is not None:
         data = _at_prices_of(profile, data, overrides or [])
     checked = Scenario.from_dict(data)
+    several = checked.replicas.count > 1
+    if several and (trace is not None or steps is not None):
+        option = "--trace" if trace is not None else "--steps"
+        raise ConfigError(
+            option, str(trace or steps), f"it is about one engine, and there are {checked.replicas.count}"
+        )
     with progress_bar("simulating") as progress:
-        result = run(checked, spans=trace is not None or plot is not None, leaps=leaps, progress=progress)
+        result = run(
+            checked, spans=not several and (trace is not None or plot is not None), leaps=leaps, progress=progress
+        )
     summary = result.summary()
     name = _name(scenario_name(scenario, preset), summary)
     warning = check_rejections(summary)
@@ -113,10 +139,16 @@ def simulate(
         print("warning:", line, file=sys.stderr)
     if result.timeline is not None:
         _write_timeline(result.timeline, summary, window, trace, plot, name)
+    if several and plot is not None:
+        from asyncsched.plotting_fleet import plot_replicas
+
+        plot_replicas(f"{name}, {summary['router']}", summary["replicas"], plot)
     if as_json:
         print_json(summary)
     else:
         _print_summary(summary, name)
+        if several:
+            _print_replicas(summary)
 
 
 def _at_prices_of(profile: str, data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
@@ -170,3 +202,26 @@ def _print_summary(summary: dict[str, Any], name: str) -> None:
     keys = (*SHOWN, *(key for key in SHOWN_IF_ANY if look_up(summary, key) is not None))
     rows = [(FIGURES[key].label, write(key, look_up(summary, key)), FIGURES[key].meaning) for key in keys]
     print_table(f"{name}, seed {summary['seed']}: simulated", ("what", "figure", "meaning"), rows, numbers=("figure",))
+
+
+def _print_replicas(summary: dict[str, Any]) -> None:
+    """Each replica, or where they are many, how far they lie apart."""
+    from asyncsched.cli.tables import print_table
+
+    replicas = summary["replicas"]
+    title = f"{len(replicas)} replicas, {summary['router']}"
+    if len(replicas) <= MOST_LISTED:
+        columns = ("replica", *(FIGURES[key].label for key in OF_REPLICAS))
+        rows = [
+            (str(replica["replica"]), *(write(key, look_up(replica, key)) for key in OF_REPLICAS))
+            for replica in replicas
+        ]
+        print_table(title, columns, rows, numbers=columns)
+        return
+    rows = []
+    for key in OF_REPLICAS:
+        values = sorted(value for replica in replicas if (value := look_up(replica, key)) is not None)
+        spread = (values[0], values[len(values) // 2], values[-1]) if values else (None,) * 3
+        rows.append((FIGURES[key].label, *(write(key, value) for value in spread)))
+    columns = ("what", "least", "median", "most")
+    print_table(title, columns, rows, numbers=columns[1:])

@@ -1,0 +1,125 @@
+"""Engines of one scenario in one SimPy environment, and the requests that come to them, through a router if there are
+several. Engines know nothing of each other.
+
+At one moment requests arrive and are routed first, then engines act; a client that waited for an end asks again a
+nanosecond later. So engines never affect each other at one moment, and the order in which they were made is nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Generator, Iterable, Sequence
+from functools import lru_cache, partial
+
+import simpy
+
+from asyncsched.pipeline import Submit
+from asyncsched.request import Finished, SamplingParams
+from asyncsched.scheduler import Scheduler
+from asyncsched.timeline import Timeline
+from sim.engine import END, SimEngine
+from sim.prompts import prompt_of
+from sim.routers import Replica, Routed, ask, load_router
+from sim.scenario import Scenario
+from sim.workload import Arrival, Workload
+
+MOST_GAPS = 1 << 20  # entries about inter-token latencies, per run
+
+
+class Fleet:
+    """One engine per replica of the scenario. `order` is the order in which they are made, by number."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        scenario: Scenario,
+        *,
+        leaps: bool = True,
+        spans: bool = False,
+        decisions: bool = False,
+        order: Iterable[int] | None = None,
+    ) -> None:
+        count = scenario.replicas.count
+        self._env = env
+        self._scenario = scenario
+        self._router = load_router(scenario.replicas.router)
+        self._replicas = [Replica(number) for number in range(count)]
+        self._sizes = [array("q") for _ in range(count)]  # prompt and max_tokens of each replica's requests
+        self._ended: simpy.Event | None = None
+        self._num_ended = 0
+        self.numbers = [array("q") for _ in range(count)]  # of each replica's requests, in the workload
+        watched = scenario.workload.max_concurrency is not None
+        watched |= count > 1 and getattr(self._router, "sees_load", True)
+        self.logs: list[list[str]] | None = [[] for _ in range(count)] if decisions else None
+        config = scenario.engine_config()
+        engines = {
+            number: SimEngine(
+                env,
+                Scheduler(config, log=None if self.logs is None else self.logs[number]),
+                scenario.costs(number),
+                timeline=Timeline() if spans else None,
+                leaps=leaps,
+                alone=count == 1,
+                on_end=partial(self._on_end, number) if watched else None,
+                most_gaps=max(MOST_GAPS // count, 1 << 14),
+            )
+            for number in (range(count) if order is None else order)
+        }
+        self._runs = {number: env.process(engine.run()) for number, engine in engines.items()}
+        self.engines = [engines[number] for number in range(count)]
+
+    def start(self, workload: Workload) -> simpy.Event:
+        """Lets the workload arrive. The event happens when all of it has ended."""
+        self._env.process(self._arrive(workload))
+        if len(self.engines) == 1:
+            return self._runs[0]
+        return simpy.AllOf(self._env, [self._runs[number] for number in range(len(self.engines))])
+
+    def _arrive(self, workload: Workload) -> Generator[simpy.Event, None, None]:
+        """Submits the workload, in order: request i is the i-th to come. In a closed loop clients wait for others."""
+        env, most = self._env, self._scenario.workload.max_concurrency
+        for number, arrival in enumerate(workload.arrivals):
+            if arrival.arrival_ns > env.now:
+                yield env.timeout(arrival.arrival_ns - env.now)
+            while most is not None and number - self._num_ended >= most:
+                self._ended = env.event()
+                yield self._ended
+                yield env.timeout(1)
+            self._submit(number, arrival)
+        for engine in self.engines:
+            engine.inbox.close()
+            engine.notify()
+
+    def _submit(self, number: int, arrival: Arrival) -> None:
+        scenario = self._scenario
+        stop = (END,) if scenario.workload.stop == "eos" else ()
+        params = _params(arrival.max_tokens, stop)
+        prompt = prompt_of(arrival, scenario.seed, number, scenario.engine["enable_prefix_caching"])
+        chosen = 0
+        if len(self.engines) > 1:
+            routed = Routed(number, int(self._env.now), prompt, arrival.max_tokens, arrival.priority)
+            chosen = ask(self._router, routed, self._replicas)
+        size = arrival.prompt_tokens + arrival.max_tokens
+        replica = self._replicas[chosen]
+        replica.num_requests += 1
+        replica.num_tokens += size
+        self.numbers[chosen].append(number)
+        self._sizes[chosen].append(size)
+        last_position = arrival.prompt_tokens + arrival.output_tokens - 1
+        self.engines[chosen].submit(Submit(str(number), prompt, params, arrival.priority), last_position)
+
+    def _on_end(self, number: int, notices: Sequence[Finished]) -> None:
+        replica, sizes = self._replicas[number], self._sizes[number]
+        for notice in notices:
+            replica.num_requests -= 1
+            replica.num_tokens -= sizes[notice.number]
+        self._num_ended += len(notices)
+        if self._ended is not None:
+            self._ended.succeed()
+            self._ended = None
+
+
+@lru_cache(maxsize=1 << 16)
+def _params(max_tokens: int, stop: tuple[int, ...]) -> SamplingParams:
+    """Checking them takes longer than a step."""
+    return SamplingParams(max_tokens=max_tokens, stop_token_ids=stop)
