@@ -39,7 +39,7 @@ clean:
 
 # A stamp is newer than what it was installed from, so set-up runs only when one of these files has changed.
 $(VENV)/demo.stamp: INSTALL := .[torch]
-$(VENV)/test.stamp: INSTALL := .[torch,test]
+$(VENV)/test.stamp: INSTALL := .[torch,test,report,ray,dask]
 $(VENV)/weights.stamp: INSTALL := .[gguf,test]
 $(VENV)/%.stamp: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "asyncsched needs Python 3.11 or newer: make PYTHON=python3.11 ...")'

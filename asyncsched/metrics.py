@@ -91,6 +91,18 @@ class ServingMetrics:
             "e2el_ms": _describe(self.last_ns[done] - self.arrival_ns[done]),
         }
 
+    def quantiles_ms(self) -> dict[str, list[float] | None]:
+        """Hundredths of the distributions over requests, from the least to the most: 101 values each."""
+        done = np.flatnonzero(self.completed & (self.num_tokens > 0))
+        many = done[self.num_tokens[done] > 1]
+        times = {
+            "ttft": self.first_ns[done] - self.arrival_ns[done],
+            "tpot": (self.last_ns[many] - self.first_ns[many]) / (self.num_tokens[many] - 1),
+            "e2el": self.last_ns[done] - self.arrival_ns[done],
+        }
+        shares = np.linspace(0, 100, 101)
+        return {name: (np.percentile(ns, shares) / 1e6).tolist() if len(ns) else None for name, ns in times.items()}
+
     def gaps(self) -> NDArray[np.int64]:
         """Every inter-token latency, in nanoseconds, in order of delivery while there are few enough of them."""
         return np.repeat(*self._gaps.entries())

@@ -69,6 +69,7 @@ class Result:
             "output_tokens": self.metrics.output_tokens,
             "output_throughput": self.metrics.output_tokens / makespan_s if makespan_s else 0.0,
             **self.metrics.summary(),
+            "quantiles_ms": self.metrics.quantiles_ms(),
             "preemptions": self.preemptions,
             "overshoot_tokens": self.metrics.overshoot_tokens,
             "kv_peak": self.kv_peak / self.scenario.engine_config().num_blocks,

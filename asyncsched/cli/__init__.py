@@ -5,7 +5,9 @@
     files      output files: checked before the work, written whole or not at all
     progress   a bar on stderr for what takes long
     figures    what each figure of a summary is called and means
-    simulate, sweep, presets, generate, bench   one command each
+    simulate, sweep, capacity, advise, report, presets, generate, bench   one command each
+    cluster    where a sweep's runs go: this machine, Ray, Dask
+    results, words, charts, pages   a report: files, what limits a run, plotly's figures, HTML
 
     calibrate, validate, whatif   what recorded runs teach, and how far from them the simulator is
     runs       the runs and profiles that these name

@@ -22,6 +22,7 @@ from asyncsched.cli.fuzz import fuzz
 from asyncsched.cli.generate import generate
 from asyncsched.cli.presets import presets
 from asyncsched.cli.record import record
+from asyncsched.cli.report import report
 from asyncsched.cli.simulate import simulate
 from asyncsched.cli.sweep import sweep
 from asyncsched.cli.validate import validate
@@ -40,6 +41,7 @@ app.command()(simulate)
 app.command()(sweep)
 app.command()(capacity)
 app.command()(advise)
+app.command()(report)
 app.command()(presets)
 app.command()(fuzz)
 app.command()(generate)
