@@ -30,6 +30,16 @@ def options(description: str | None) -> argparse.Namespace:
     return chosen
 
 
+def trace_options(description: str | None) -> argparse.Namespace:
+    """--json, --trace for a file instead of the packaged slice, --requests to draw from it, --jobs for processes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--trace", default="azure-conv-500", help="a packaged trace or a file; see docs/scenarios.md")
+    parser.add_argument("--requests", type=int, default=1500, help="drawn from the trace, where arrivals are drawn")
+    parser.add_argument("--jobs", type=int, default=-1, help="processes; all cores without it")
+    return parser.parse_args()
+
+
 def check(*paths: Path) -> None:
     """Exits with one line when a file could not be written after the work."""
     try:

@@ -128,6 +128,7 @@ class TraceWorkload(_Workload):
     duration_s         and for how long; both in the trace's own time
     rate_scale         2 lets the requests come twice as fast
     arrivals           times drawn instead of the trace's, which then gives lengths and prefixes alone
+    num_requests       with arrivals: so many requests, each one of the trace's drawn at random, instead of all in order
     dequantise         spread requests that share a timestamp over the time up to the next
     max_prompt_tokens  clips longer prompts
     strict             stop at the first line that is no request, instead of leaving it out and saying so
@@ -142,6 +143,7 @@ class TraceWorkload(_Workload):
     duration_s: Rate | None = None
     rate_scale: Rate = 1.0
     arrivals: Arrivals | None = None
+    num_requests: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     dequantise: bool = False
     max_prompt_tokens: Count | None = None
     strict: bool = False
@@ -151,6 +153,8 @@ class TraceWorkload(_Workload):
         if self.arrivals is not None and (self.rate_scale != 1 or self.dequantise):
             name = "rate_scale" if self.rate_scale != 1 else "dequantise"
             raise ConfigError(name, getattr(self, name), "it changes the trace's times, which arrivals replace")
+        if self.num_requests is not None and self.arrivals is None:
+            raise ConfigError("num_requests", self.num_requests, "it goes with arrivals; the trace's times are for all")
         return self
 
 
@@ -195,6 +199,9 @@ def _traced(spec: TraceWorkload, seed: int) -> tuple[list[TraceRow], list[str]]:
     notes = list(said)
     rows, note = clip(rows, spec.max_prompt_tokens)
     notes += [note] if note else []
+    if spec.num_requests is not None:
+        chosen = generator(seed, Stream.PROMPT).integers(len(rows), size=spec.num_requests).tolist()
+        rows = [rows[place] for place in chosen]
     if spec.arrivals is not None:
         drawn = spec.arrivals.draw(generator(seed, Stream.ARRIVAL), len(rows)).tolist()
         return [row._replace(time_ns=time) for row, time in zip(rows, drawn, strict=True)], notes

@@ -214,6 +214,20 @@ def test_arrivals_replace_a_traces_times() -> None:
         spec_of("azure-conv-500", arrivals={"kind": "all-at-once"}, rate_scale=2.0)
 
 
+def test_requests_drawn_from_a_trace_are_as_many_as_asked_for() -> None:
+    poisson = {"kind": "poisson", "rate_per_s": 10.0}
+    own = {(a.prompt_tokens, a.output_tokens) for a in load("azure-conv-500").arrivals}
+    drawn = load("azure-conv-500", arrivals=poisson, num_requests=2000).arrivals
+    assert len(drawn) == 2000
+    lengths = [(a.prompt_tokens, a.output_tokens) for a in drawn]
+    assert set(lengths) <= own
+    assert len(set(lengths)) > 0.9 * len(own)
+    again = load("azure-conv-500", 1, arrivals=poisson, num_requests=2000).arrivals
+    assert lengths != [(a.prompt_tokens, a.output_tokens) for a in again]
+    with pytest.raises(ConfigError, match=r"^num_requests: 7 is not allowed; it goes with arrivals"):
+        spec_of("azure-conv-500", num_requests=7)
+
+
 @pytest.mark.parametrize(("shape", "half_way"), [("linear", 45.0), ("exponential", 30.0)])
 def test_a_ramp_goes_from_one_rate_to_the_other(shape: str, half_way: float) -> None:
     ramp = {"kind": "ramp", "start_rate_per_s": 10.0, "end_rate_per_s": 90.0, "shape": shape, "burstiness": 4.0}
