@@ -1,14 +1,14 @@
-"""The highest rate of requests at which enough of them meet their service levels, found by bisection for several seeds.
+"""The highest rate of requests, or the fewest replicas, with which enough requests meet their service levels.
 
-Each seed has a highest rate of its own. Their median is the answer; the median over all seeds there could be lies
-between the lowest and the highest found with a probability of 1 - 2**(1 - n), whatever the distribution.
+Found by bisection, once for each of several seeds. The median over all seeds there could be lies between the lowest and
+the highest found with a probability of 1 - 2**(1 - n), whatever the distribution.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import joblib
 
@@ -18,6 +18,7 @@ from sim.run import simulate
 from sim.scenario import Scenario
 
 MOST_DOUBLINGS = 20
+MOST_REPLICAS = 1024
 LOWEST_RATE = 0.01  # requests/s; what fails there fails with nobody else in the system
 FIGURES = ("output_throughput", "gpu_active", "ttft_ms.p50", "ttft_ms.p99", "tpot_ms.p50", "tpot_ms.p99")
 
@@ -28,28 +29,31 @@ class Search(NamedTuple):
     attainment  share of the requests that must be good, rejected ones counting as not good
     tolerance   the rate found and one too high are at most this share apart
     seeds       how many, from the scenario's own on
+    find        "rate": the highest that the scenario's replicas serve, or "replicas": the fewest that serve its rate
     """
 
     attainment: float
     tolerance: float
     seeds: int
+    find: Literal["rate", "replicas"] = "rate"
 
 
 class Found(NamedTuple):
-    """The highest rate that met the levels, with one seed, or 0.
+    """What met the levels with one seed; where nothing did there are no figures, and what was searched for is 0.
 
-    share    of the requests that met them: at that rate, or at the lowest tried
-    figures  of the run at that rate: those of FIGURES, its duration and its mean tokens per request
+    share    of the requests that met them, in that run or in the last one tried
+    figures  of that run: those of FIGURES, its duration and its mean tokens per request
     """
 
     seed: int
     rate_per_s: float
+    replicas: int
     share: float
     figures: Mapping[str, float]
 
 
 class Capacity(NamedTuple):
-    """Of one scenario. A rate of 0 says that a seed met the levels at no rate."""
+    """Of one scenario."""
 
     scenario: Scenario
     found: tuple[Found, ...]
@@ -64,9 +68,10 @@ class Capacity(NamedTuple):
         return 1 - 2.0 ** (1 - len(self.found)) if len(self.found) > 1 else None
 
     def summary(self) -> dict[str, Any]:
-        """Medians over the seeds, and the ends of the interval."""
+        """Medians over the seeds and the ends of the interval; as many replicas as the most demanding seed needs."""
         figures = {}
-        if min(self.rates):
+        replicas = [found.replicas for found in self.found]
+        if all(found.figures for found in self.found):
             figures = {
                 key: statistics.median(found.figures[key] for found in self.found) for key in self.found[0].figures
             }
@@ -75,6 +80,8 @@ class Capacity(NamedTuple):
             "rate_per_s": statistics.median(self.rates),
             "rate_low_per_s": min(self.rates),
             "rate_high_per_s": max(self.rates),
+            "replicas": max(replicas),
+            "replicas_low": min(replicas),
             "confidence": self.confidence,
             "seeds": len(self.found),
             "share": statistics.median(found.share for found in self.found),
@@ -100,7 +107,8 @@ def find_capacity(
         offered_rate(at_rate(scenario, 1.0))  # refuses what has no rate, before the work
         count = search.seeds if depends_on_seed(scenario) else 1
         seeded = [scenario.model_copy(update={"seed": scenario.seed + number}) for number in range(count)]
-        tasks.append([joblib.delayed(_search)(one, search) for one in seeded])
+        run = _rate if search.find == "rate" else _replicas
+        tasks.append([joblib.delayed(run)(one, search) for one in seeded])
     flat = [task for group in tasks for task in group]
     found = []
     for one in joblib.Parallel(n_jobs=jobs, return_as="generator")(flat):
@@ -113,7 +121,7 @@ def find_capacity(
     ]
 
 
-def _search(scenario: Scenario, search: Search) -> Found:
+def _rate(scenario: Scenario, search: Search) -> Found:
     """One seed's highest rate: doubled or halved until it is between two, then by their geometric mean."""
     base = offered_rate(scenario)
     best: Mapping[str, Any] = {}
@@ -138,7 +146,7 @@ def _search(scenario: Scenario, search: Search) -> Found:
         while not meets(low / 2):
             low /= 2
             if base * low < LOWEST_RATE:
-                return Found(scenario.seed, 0.0, share, {})
+                return Found(scenario.seed, 0.0, scenario.replicas.count, share, {})
         low, high = low / 2, low
     while high / low > 1 + search.tolerance:
         middle = (low * high) ** 0.5
@@ -146,7 +154,37 @@ def _search(scenario: Scenario, search: Search) -> Found:
             low = middle
         else:
             high = middle
-    return Found(scenario.seed, base * low, best["goodput"]["share"], _figures(best, base * low))
+    share, figures = best["goodput"]["share"], _figures(best, base * low)
+    return Found(scenario.seed, base * low, scenario.replicas.count, share, figures)
+
+
+def _replicas(scenario: Scenario, search: Search) -> Found:
+    """The fewest replicas for one seed: doubled until there are enough, then the middle between enough and too few."""
+    rate = offered_rate(scenario)
+    best: Mapping[str, Any] = {}
+    share = 0.0
+
+    def enough(count: int) -> bool:
+        nonlocal best, share
+        replicas = scenario.replicas.model_copy(update={"count": count})
+        summary = simulate(scenario.model_copy(update={"replicas": replicas})).summary()
+        share = summary["goodput"]["share"]
+        met = bool(share >= search.attainment)
+        best = summary if met else best
+        return met
+
+    too_few, count = 0, 1
+    while not enough(count):
+        if count >= MOST_REPLICAS:
+            return Found(scenario.seed, rate, 0, share, {})
+        too_few, count = count, count * 2
+    while count - too_few > 1:
+        middle = (count + too_few) // 2
+        if enough(middle):
+            count = middle
+        else:
+            too_few = middle
+    return Found(scenario.seed, rate, count, best["goodput"]["share"], _figures(best, rate))
 
 
 def _figures(summary: Mapping[str, Any], rate: float) -> dict[str, float]:

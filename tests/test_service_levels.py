@@ -205,6 +205,36 @@ def test_modes_are_compared_at_the_same_levels(folder: Path, capsys: pytest.Capt
     assert "with 50.0% confidence" in table
 
 
+def test_the_fewest_replicas_are_enough_and_one_less_is_not(folder: Path) -> None:
+    scenario = small(folder, **{"workload.arrivals.rate_per_s": 900.0, "goodput.ttft_ms": 15.0})
+    (capacity,) = find_capacity([scenario], Search(0.95, 0.02, 2, "replicas"))
+
+    def share(seed: int, count: int) -> float:
+        replicas = scenario.replicas.model_copy(update={"count": count})
+        run = simulate(scenario.model_copy(update={"seed": seed, "replicas": replicas}))
+        return float(run.summary()["goodput"]["share"])
+
+    for found in capacity.found:
+        enough = [count for count in range(1, 12) if share(found.seed, count) >= 0.95]
+        assert found.replicas == enough[0] > 2
+        assert found.share == share(found.seed, found.replicas)
+    summary = capacity.summary()
+    assert summary["replicas"] == max(found.replicas for found in capacity.found)
+    assert summary["replicas_low"] == min(found.replicas for found in capacity.found)
+
+
+def test_replicas_for_a_rate_are_found_and_paid_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--find", "replicas", "--rate", "900", "--seeds", "1", "--gpu-hour", "3.6", "--attainment", "0.9"]
+    assert status_of("capacity", "small.toml", "--mode", "async", *options, "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out)["capacity"]
+    assert row["rate_per_s"] == pytest.approx(900)
+    assert row["gpus"] == row["replicas"] > 1
+    tokens = 900 * row["figures"]["output_tokens"]
+    assert row["usd_per_million_output_tokens"] == pytest.approx(row["replicas"] * 3.6 / 3600 / tokens * 1e6)
+    assert status_of("capacity", "small.toml", "--mode", "async", *options) == 0
+    assert "fewest replicas for 900 requests/s" in capsys.readouterr().out
+
+
 def test_levels_that_nothing_meets_and_that_anything_meets(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("capacity", "small.toml", "--goodput", "ttft:0.1", "--seeds", "1") == 2
     error = capsys.readouterr().err
@@ -223,6 +253,7 @@ def test_levels_that_nothing_meets_and_that_anything_meets(folder: Path, capsys:
         (["small.toml", "--gpu-hour", "nan"], "--gpu-hour: 'nan' is not allowed"),
         (["small.toml", "--rate", "-1"], "--rate: '-1' is not allowed"),
         (["small.toml", "--mode", "sync,fast"], "mode: 'fast' is not allowed"),
+        (["small.toml", "--find", "gpus"], "--find: 'gpus' is not allowed; use rate or replicas"),
         (["small.toml", "--jobs", "0"], "--jobs: '0' is not allowed"),
         (["small.toml", "--set", "workload.max_concurrency=2"], "workload.max_concurrency: 2 is not allowed"),
     ],

@@ -32,10 +32,17 @@ _CAUSES = {
 
 def explain(summary: Summary) -> list[str]:
     """Sentences on where the time went, the limiting lane, and what could help."""
-    total = summary["makespan_s"]
+    count = len(summary.get("replicas") or [1])
+    total = summary["makespan_s"] * count  # lanes and waits are sums over all replicas
     if not total:
         return ["The run took no time."]
-    lines = [f"The GPU computed for {percent(summary['gpu_active'])} of the {number(total)} s."]
+    active = percent(summary["busy_s"]["compute"] / total)
+    if count == 1:
+        lines = [f"The GPU computed for {active} of the {number(total)} s."]
+    else:
+        lines = [
+            f"{count} GPUs computed for {active} of the {number(summary['makespan_s'])} s. Times below are of all."
+        ]
     waits = sorted(((seconds, cause) for cause, seconds in summary["idle_s"].items()), reverse=True)
     said = [
         f"{number(seconds)} s ({percent(seconds / total)}) {_CAUSES[cause]}"
