@@ -52,10 +52,9 @@ def ideal_reuse(arrivals: Iterable[Arrival], block_size: int) -> IdealReuse:
     node_of: dict[tuple[int, int], int] = {}  # (all blocks before, id) -> all blocks up to here
     tokens = saved = blocks = seen = 0
     for arrival in arrivals:
-        node, known, knows = 0, 0, True
+        node = known = 0
         for block in arrival.prefix:
-            knows = knows and (node, block) in node_of
-            known += knows
+            known += (node, block) in node_of  # never behind one that is not: its node is new
             node = node_of.setdefault((node, block), len(node_of) + 1)
         tokens += arrival.prompt_tokens
         blocks += len(arrival.prefix)
