@@ -1,0 +1,118 @@
+"""What lanes at measured prices do, against sums worked out by hand."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from planted import wanted
+
+from asyncsched.runs import Run
+from sim.predict import predict
+from sim.profile import Profile
+
+HOST = {"plan": 70, "fill": 50, "commit": 40, "deliver": 30}
+BASE: dict[str, Any] = {
+    "schema": 1,
+    "host": {
+        **{kind: {"us": float(us)} for kind, us in HOST.items()},
+        "launch": {"us": 100.0},
+        "eager_launch": {"us": 900.0},
+        "launch_head_us": 60.0,
+        "eager_head_us": 80.0,
+        "eager_tail_us": 5.0,
+        "collect_us": 11.0,
+        "wake_us": 7.0,
+        "submit_us": 3.0,
+    },
+    "copy": {"h2d_us": 4.0, "d2h_us": 6.0},
+    "gpu": {
+        "decode_seqs": [1, 9],
+        "decode_us": [1000.0, 1800.0],
+        "tokens": [10],
+        "tokens_us": [500.0],
+        "idle_start_us": 20.0,
+        "gap_us": 2.0,
+        "contention": 1.1,
+    },
+}
+
+
+def priced(**changes: Any) -> Profile:
+    """The base with whole sections or keys of `host` and `gpu` changed."""
+    sections = {name: {**BASE[name], **changes.get(name, {})} for name in ("host", "gpu")}
+    return Profile.from_dict({**BASE, **sections})
+
+
+def steps_of(profile: Profile, depth: int, requests: int = 1, tokens: int = 30, **engine: Any) -> Run:
+    return predict(wanted("one", depth, [10] * requests, [tokens] * requests, **engine), profile)
+
+
+def period_us(run: Run) -> float:
+    """From the end of one decode step to the next, in the middle of the run."""
+    ends = run.steps.end("compute")[run.steps.kind == "decode"]
+    return float(np.diff(ends)[10:-4].mean()) / 1e3
+
+
+def test_a_synchronous_step_is_the_sum_of_what_is_on_its_path() -> None:
+    """The rest of the launch is not: the device computes meanwhile."""
+    expected = sum(HOST.values()) + 60 + (1000 + 20) + 6 + 7 + 11
+    assert period_us(steps_of(priced(), 1)) == pytest.approx(expected)
+
+
+def test_the_host_works_at_another_speed_beside_the_device() -> None:
+    """Synchronously nothing but the rest of the launch is beside it; asynchronously all of it."""
+    busy = {"host": {"plan": {"us": 70.0, "busy_factor": 2.0}}}
+    assert period_us(steps_of(priced(**busy), 1)) == pytest.approx(period_us(steps_of(priced(), 1)))
+    for depth, expected in ((1, 70.0), (2, 140.0)):
+        plans = steps_of(priced(**busy), depth).steps.duration("plan")
+        assert np.median(plans) / 1e3 == pytest.approx(expected)
+
+
+def test_an_asynchronous_step_is_the_devices_while_the_host_is_quicker() -> None:
+    assert period_us(steps_of(priced(), 2)) == pytest.approx(1000 * 1.1 + 2)
+
+
+@pytest.mark.parametrize("delay_us", [1000.0, 5000.0])
+def test_an_asynchronous_step_is_the_hosts_where_that_is_slower(delay_us: float) -> None:
+    """All of the launch counts, waking up does not: the tokens are there already."""
+    run = steps_of(priced(host={"delay_us": delay_us}), 2)
+    assert period_us(run) == pytest.approx(sum(HOST.values()) + delay_us + 100 + 11)
+
+
+def test_host_scale_stretches_the_host_alone() -> None:
+    for depth, expected in ((1, 3 * (sum(HOST.values()) + 60 + 7 + 11) + 1026), (2, 1102.0)):
+        assert period_us(steps_of(priced(host={"scale": 3.0}), depth)) == pytest.approx(expected)
+
+
+def test_a_step_launched_kernel_by_kernel_ends_after_its_launch() -> None:
+    first = steps_of(priced(), 1).steps  # 10 tokens of prefill: 500 us of computing, 900 us of launching
+    assert first.kind[0] == "prefill"
+    assert (first.start("compute") - first.end("fill"))[0] == 80_000
+    assert (first.end("compute") - first.end("launch"))[0] == 5_000
+    quick = steps_of(priced(host={"eager_launch": {"us": 300.0}}), 1).steps
+    assert quick.duration("compute")[0] == 520_000
+
+
+def test_a_padded_step_costs_what_its_bucket_does() -> None:
+    period = period_us(steps_of(priced(), 1, requests=3))
+    more = period_us(steps_of(priced(), 1, requests=3, decode_buckets=(1, 9)))
+    assert more - period == pytest.approx(100 * (9 - 4))  # 3 sequences run in the bucket of 4
+
+
+def test_on_a_cpu_lanes_run_in_the_hosts_thread() -> None:
+    """Depth buys nothing: everything adds up."""
+    for depth in (1, 2):
+        profile = priced(host={"inline": True, "wake_us": 0.0}, gpu={"contention": 1.0, "gap_us": 0.0})
+        expected = sum(HOST.values()) + 100 + 4 + 1020 + 6 + 11
+        assert period_us(steps_of(profile, depth)) == pytest.approx(expected)
+
+
+def test_requests_cost_the_host_as_they_come() -> None:
+    one, five = (steps_of(priced(), 1, requests=count).steps.start("plan")[0] for count in (1, 5))
+    assert (one, five) == (3_000, 15_000)
+
+
+def test_beyond_the_last_corner_a_line_goes_on() -> None:
+    narrow = steps_of(priced(), 1, requests=9, decode_buckets=(9, 25))
+    wide = steps_of(priced(), 1, requests=10, decode_buckets=(9, 25))
+    assert period_us(wide) - period_us(narrow) == pytest.approx(100 * (25 - 9))
