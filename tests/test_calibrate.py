@@ -150,7 +150,11 @@ def test_synchronous_steps_feel_a_slower_host(found: Profile) -> None:
     for kind in ("commit", "deliver"):
         per_step += getattr(host, kind).us + 32 * getattr(host, kind).us_per_seq
     per_step += host.launch_head_us + host.collect_us + host.wake_us
-    row = judge(run, slow).validation.row("itl_ms.p50")
+    validation = judge(run, slow).validation
+    active = validation.row("gpu_active")
+    assert active.error == pytest.approx(100 * (active.predicted - active.measured))
+    assert (active.error < -3, active.unit) == (True, "points")
+    row = validation.row("itl_ms.p50")
     assert 1e3 * (row.predicted - row.measured) == pytest.approx(per_step, rel=0.02)
 
 

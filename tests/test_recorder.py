@@ -88,6 +88,16 @@ def test_host_spans_of_a_step_follow_one_another(runs: tuple[Run, Run]) -> None:
     assert np.median(delays) < 800_000
 
 
+def test_slots_count_from_the_first_of_a_recording() -> None:
+    """Three steps at depth 2: the next recording begins in the other slot, and reads the same."""
+    llm = tiny()
+    recorded = [Recorder(llm).run([TimedRequest(0, 4, 3)], name="odd") for _ in range(3)]
+    assert [len(run.steps) for run in recorded] == [3, 3, 3]
+    assert recorded[1].decisions == recorded[2].decisions == recorded[0].decisions
+    assert recorded[0].decisions[1].startswith("step 1 slot 1 ")
+    assert recorded[0].decisions[1].endswith("carry 0")
+
+
 def test_a_second_recording_starts_from_nothing(runs: tuple[Run, Run]) -> None:
     first, second = (run.decisions for run in runs)
     assert first[0].startswith("step 0 slot 0 ")
