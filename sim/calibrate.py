@@ -114,7 +114,7 @@ def _samples(run: Run, number: int, workload: int) -> Samples:
     filled = steps.end("fill")
     launched = steps.end("launch")
     ready = np.maximum(steps.end("d2h"), compute_end)
-    collecting, settled = steps.start("collect"), steps.end("commit")
+    collecting, delivering = steps.start("collect"), _before(run, steps.start("deliver"))
     waited = ready > collecting
     following = _following(run)
     host = {
@@ -122,13 +122,13 @@ def _samples(run: Run, number: int, workload: int) -> Samples:
         "fill": filled - planned,
         "launch": launched - filled,
         "commit": steps.duration("commit"),
-        "deliver": np.where(following == UNKNOWN, UNKNOWN, following - settled),
+        "deliver": np.where(following == UNKNOWN, UNKNOWN, following - delivering),
     }
     if inline:
         for lane in ("h2d", "restore", "compute", "offload", "d2h"):
             host["launch"] = host["launch"] - steps.duration(lane)
     begins = {"plan": steps.start("plan"), "fill": planned, "launch": filled, "commit": steps.start("commit")}
-    begins["deliver"] = settled
+    begins["deliver"] = delivering
     in_flight = np.searchsorted(np.sort(steps.start("compute")), np.stack(list(begins.values())))
     ends = np.concatenate(([0], np.maximum.accumulate(compute_end)))
     busy = {name: (ends[in_flight[row]] > begins[name]) & (not inline) for row, name in enumerate(begins)}
@@ -176,16 +176,22 @@ _SIZES = (
 )
 
 
+def _before(run: Run, times: IntArray) -> IntArray:
+    """When the host's last launch or commit before each of these times was over."""
+    ends = np.sort(np.concatenate((run.steps.end("launch"), run.steps.end("commit"))))
+    return np.asarray(ends[np.maximum(np.searchsorted(ends, times, side="right") - 1, 0)])
+
+
 def _following(run: Run) -> IntArray:
     """When the loop went on after each delivery: the next plan or collection. UNKNOWN where it had nothing to do, or
     requests were taken in."""
     steps = run.steps
     begins = np.sort(np.concatenate((steps.start("plan"), steps.start("collect"))))
-    delivered, settled = steps.end("deliver"), steps.end("commit")
-    place = np.searchsorted(begins, np.maximum(delivered, settled))
-    following = np.append(begins, UNKNOWN)[np.minimum(place, len(begins))]
+    delivered = steps.end("deliver")
+    following = np.append(begins, UNKNOWN)[np.searchsorted(begins, delivered)]
     arrivals = np.sort(run.requests.arrival_ns)
-    came = np.searchsorted(arrivals, following) > np.searchsorted(arrivals, steps.start("plan"))
+    since = np.concatenate(([0], np.maximum.accumulate(delivered)[:-1]))  # requests are taken in behind a delivery
+    came = np.searchsorted(arrivals, following) > np.searchsorted(arrivals, since)
     return np.asarray(np.where(came | ~steps.has("deliver"), UNKNOWN, following))
 
 

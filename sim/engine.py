@@ -134,7 +134,7 @@ class SimEngine:
         loop = pipeline(self.scheduler, self.inbox, leaps=self._leaps)
         reply: object = None
         times: list[int] = []  # of the commits of a leap
-        settled: StepPlan | None = None  # collected, and not delivered
+        settled: tuple[StepPlan, StepShape] | None = None  # collected, and not delivered
         yield Moment(env, int(env.now))  # what arrives when it starts is in its first plan
         while True:
             try:
@@ -155,17 +155,18 @@ class SimEngine:
                     yield Moment(self.env, free[HOST])
             elif isinstance(effect, Collect):
                 self._in_flight -= 1
-                settled = effect.plan
+                settled = effect.plan, self._shapes[effect.plan.slot]
                 lanes.synchronize(effect.ticket, effect.plan)  # type: ignore[arg-type]  # as Launch was answered
                 reply = self._tokens(effect.plan)
             elif isinstance(effect, Deliver):
                 if free[HOST] > env.now:
                     yield Moment(self.env, free[HOST])
                 self._deliver(effect.output, free[HOST])
-                if isinstance(lanes, MeasuredLanes) and settled is not None:
-                    lanes.host("deliver", settled, self._shapes[settled.slot])
+                if isinstance(lanes, MeasuredLanes) and settled is not None and settled[0].step == effect.output.step:
+                    lanes.host("deliver", *settled)
                     settled = None
                     yield Moment(env, free[HOST])
+                    self._take_in()
             elif isinstance(effect, Leap):
                 times = yield from self._leap(effect)
                 reply = Leaped(len(times), [self._tokens(plan) for plan in effect.in_flight[: len(times)]], TEXT)
@@ -181,11 +182,15 @@ class SimEngine:
         self.steps += 1
         if self.log is not None:
             self.log.planned(plan)
-        if isinstance(self.lanes, MeasuredLanes):
-            submitted = self.scheduler.counts.submitted
-            self.lanes.submitted(submitted - self._submitted)
-            self._submitted = submitted
+        self._take_in()
         self.kv_peak = max(self.kv_peak, self.scheduler.residency.pool.num_held)
+
+    def _take_in(self) -> None:
+        """The host takes requests in when it comes by: behind a delivery, and before the first plan."""
+        arrived = self.metrics.num_requests
+        if isinstance(self.lanes, MeasuredLanes) and arrived > self._submitted:
+            self.lanes.submitted(arrived - self._submitted)
+        self._submitted = arrived
 
     def _tokens(self, plan: StepPlan) -> TokenArray:
         """What the simulated model samples: END where a request has generated all it will."""

@@ -198,10 +198,9 @@ def coverage(run: Run, profile: Profile) -> tuple[Coverage, ...]:
         bounds = price * low, price * high
         if not shape.bucket and not shape.mixed_bucket and not costs.inline:
             head, rest = costs.launch_ns(shape, 0, busy=not idle[row])
-            queued = max(int(before[row] - steps.end("fill")[row]), 0)
-            bound = max((head + rest) * 1.0 - max(queued, head), 0) + costs.eager_tail_ns
-            if bound > price:
-                bounds = bound * launch[0], bound * launch[1]
+            begun = max(int(before[row] - steps.end("fill")[row]), head)  # so far the launch is when the step starts
+            least, most = ((head + rest) * ratio - begun + costs.eager_tail_ns for ratio in launch)
+            bounds = max(bounds[0], least), max(bounds[1], most)
         duration = int(steps.duration("compute")[row])
         inside[kind].append(bounds[0] <= duration <= bounds[1])
     return tuple(Coverage(kind, len(one), float(np.mean(one))) for kind, one in inside.items() if one)

@@ -11,6 +11,7 @@ from sim.predict import predict
 from sim.profile import Profile
 
 HOST = {"plan": 70, "fill": 50, "commit": 40, "deliver": 30}
+PATH = sum(HOST.values()) - HOST["deliver"]  # what is delivered is handed over behind the next launch
 BASE: dict[str, Any] = {
     "schema": 1,
     "host": {
@@ -54,8 +55,8 @@ def period_us(run: Run) -> float:
 
 
 def test_a_synchronous_step_is_the_sum_of_what_is_on_its_path() -> None:
-    """The rest of the launch is not: the device computes meanwhile."""
-    expected = sum(HOST.values()) + 60 + (1000 + 20) + 6 + 7 + 11
+    """The rest of the launch and the delivery are not: the device computes meanwhile."""
+    expected = PATH + 60 + (1000 + 20) + 6 + 7 + 11
     assert period_us(steps_of(priced(), 1)) == pytest.approx(expected)
 
 
@@ -80,7 +81,7 @@ def test_an_asynchronous_step_is_the_hosts_where_that_is_slower(delay_us: float)
 
 
 def test_host_scale_stretches_the_host_alone() -> None:
-    for depth, expected in ((1, 3 * (sum(HOST.values()) + 60 + 7 + 11) + 1026), (2, 1102.0)):
+    for depth, expected in ((1, 3 * (PATH + 60 + 7 + 11) + 1026), (2, 1102.0)):
         assert period_us(steps_of(priced(host={"scale": 3.0}), depth)) == pytest.approx(expected)
 
 
