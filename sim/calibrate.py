@@ -322,7 +322,8 @@ def _gpu(samples: Samples) -> tuple[GpuProfile, dict[str, FitItem], dict[str, An
                 name: samples.sizes[name][computed][rows] for name in ("num_seqs", "num_prefill_tokens", "kv_tokens")
             }
             items[f"gpu.{kind}"] = quality(steps.duration[rows], found.predicted[rows], sizes)
-            jitter[kind] = ratios(steps.duration[rows], (found.predicted * found.of_run)[rows])
+            corners = found.values["decode_seqs" if kind == "decode" else "tokens"]
+            jitter[kind] = ratios(steps.duration[rows], (found.predicted * found.of_run)[rows], len(corners) + 2)
     return GpuProfile(**found.values, gap_us=max(gap, 0.0)), items, jitter
 
 

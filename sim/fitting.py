@@ -124,11 +124,14 @@ def corners_of(sizes: NDArray[np.int64], wanted: Sequence[int], least: int) -> l
     return corners if high == low else [*corners, high]
 
 
-def ratios(measured: FloatArray, predicted: FloatArray) -> tuple[float, ...]:
-    """Measured over predicted as the table that `MeasuredCosts` draws from, scaled to draw 1 on average."""
+def ratios(measured: FloatArray, predicted: FloatArray, unknowns: int = 0) -> tuple[float, ...]:
+    """Measured over predicted as the table that `MeasuredCosts` draws from, scaled to draw 1 on average. A fit of so
+    many unknowns is closer to its own samples than to others: the table is as wide as that makes it too narrow."""
     if len(measured) < 2:
         return ()
     table = np.quantile(measured / np.maximum(predicted, 1e-12), QUANTILES)
+    spread = np.sqrt(len(measured) / max(len(measured) - unknowns, len(measured) / 4))
+    table = np.maximum(1 + spread * (table - 1), 0.0)
     mean = float(np.trapezoid(table, QUANTILES))
     return tuple((table / mean).tolist()) if mean > 0 else ()
 
