@@ -215,7 +215,7 @@ def test_the_study_meets_every_figure_where_the_truth_is_planted(
 
 BAD = {
     "record -o {new} --config llama-tiny": "--config: 'llama-tiny' is not allowed; a shape has no weights",
-    "record -o {new}": "--model: None",
+    "record -o {new}": "--model: missing",
     "record -o {one} --config llama-tiny --dummy-weights": "--out: .*name a new folder",
     "record -o {new} --config llama-tiny --dummy-weights --rate 0": "--rate: '0'",
     "record -o {new} --config llama-tiny --dummy-weights --rate inf": "--rate: 'inf'",
@@ -230,7 +230,7 @@ BAD = {
     "calibrate {one} -o {new}": "--out: .*must end in .toml",
     "calibrate {new} -o {new}.toml": "run: .*use the folder of a run",
     "calibrate {truth} -o {new}.toml": "run: .*use the folder of a run",
-    "validate {one}": "--profile: None",
+    "validate {one}": "--profile: missing",
     "validate {one} --profile {new}": "profile: .*cannot be read",
     "validate {one} --profile {one}": "profile: .*cannot be read",
     "validate {one} --profile {empty}": "profile: .*it is empty",
@@ -239,7 +239,7 @@ BAD = {
     "validate {one} --profile {truth} --plot {new}.jpg": "--plot: .*must end in .png",
     "validate {archive} --profile {truth}": "run: .*with one of closed-1-async",
     "validate {archive}::nobody --profile {truth}": "run: .*with one of closed-1-async",
-    "whatif {one}": "--set: None",
+    "whatif {one}": "--set: missing",
     "whatif {one} --set host.scale": "--set: 'host.scale'",
     "whatif {one} --set host.scale=-1": "host.scale: -1.0",
     "whatif {one} --set hots.scale=2": "--set: 'hots.scale=2'",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from asyncsched.errors import ConfigError
+from asyncsched.errors import MISSING, ConfigError
 from asyncsched.run_files import ARCHIVE, IN_ARCHIVE, read_run, read_runs
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def load_profile(name: str | None) -> Profile:
     from sim.profile import Profile
 
     if name is None:
-        raise ConfigError("--profile", None, "name a profile; `asyncsched calibrate` makes one")
+        raise ConfigError("--profile", MISSING, "name a profile; `asyncsched calibrate` makes one")
     return Profile.from_dict(load_profile_data(name))
 
 

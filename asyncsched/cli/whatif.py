@@ -12,7 +12,7 @@ from asyncsched.cli.inputs import AsJson, print_json
 from asyncsched.cli.runs import ProfileName, RunName, load_profile_data, load_run
 from asyncsched.cli.validate import label
 from asyncsched.config import FIELD_NAMES
-from asyncsched.errors import ConfigError
+from asyncsched.errors import MISSING, ConfigError
 
 PROFILE_SECTIONS = ("host", "copy", "gpu")
 MODES = {"sync": 1, "async": 2}
@@ -35,7 +35,7 @@ def whatif(
 ) -> None:
     """What would this run have been? Without a profile, prices are learnt from the run itself."""
     if not changes:
-        raise ConfigError("--set", None, "say what is different, as in host.scale=2 or depth=1")
+        raise ConfigError("--set", MISSING, "say what is different, as in host.scale=2 or depth=1")
     of_engine, of_profile = _sort(changes)
     recorded = load_run(run)
     from sim.calibrate import calibrate
