@@ -89,7 +89,10 @@ def engine_config(model: Model, depth: int, num_blocks: int | None, given: Mappi
     if context is not None and settings["max_model_len"] > context:
         raise ConfigError("max_model_len", settings["max_model_len"], f"the model's context is {context} tokens")
     settings.setdefault("max_num_seqs", DEFAULT_SEQS[model.device.type])
-    settings.setdefault("sliding_window", model.sliding_window)
+    window = settings.setdefault("sliding_window", model.sliding_window)
+    if window is not None and (model.sliding_window is None or window < model.sliding_window):
+        seen = "all of its context" if model.sliding_window is None else f"{model.sliding_window} tokens"
+        raise ConfigError("sliding_window", window, f"some layer of the model sees {seen}: leave it out")
     captures_mixed = model.device.type == "cuda" and model.backend.captures_mixed
     if settings.get("batch_invariant"):
         if not captures_mixed:

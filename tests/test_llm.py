@@ -524,8 +524,12 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "buckets": ({"decode_buckets": "many"}, ("decode_buckets: 'many'", "list")),
     "buckets beyond the batch": ({"decode_buckets": (1, 99)}, ("decode_buckets: (1, 99)", "max_num_seqs 5")),
     "longer than the context": ({"max_model_len": 300}, ("max_model_len: 300", "256 tokens")),
+    "window of a model that sees all": ({"sliding_window": 4}, ("sliding_window: 4", "all of its context")),
     "policy": ({"victim": "nobody"}, ("victim: 'nobody'", "latest-arrival")),
-    "pool that does not fit": ({"num_blocks": 10**12}, ("num_blocks: 1000000000000", "blocks of 4 tokens would fit")),
+    "pool that does not fit": (
+        {"num_blocks": 10**6, "block_size": 10**6},
+        ("num_blocks: 1000000", "blocks of 1000000 tokens would fit"),
+    ),
     "attention": ({"attention": "flash"}, ("attention: 'flash'", "plain")),
 }
 
@@ -1060,6 +1064,8 @@ def test_the_defaults_follow_the_model() -> None:
     llm = LLM(TINY["mistral-window"](), device="cpu", dummy_weights=True, max_num_seqs=3)
     config = llm.config
     assert (config.depth, config.max_model_len, config.sliding_window, config.vocab_size) == (2, 256, 8, VOCAB)
+    with pytest.raises(ConfigError, match=r"sliding_window: 7 .*some layer of the model sees 8 tokens"):
+        LLM(TINY["mistral-window"](), device="cpu", dummy_weights=True, sliding_window=7)
     assert config.num_blocks == 3 * 256 // config.block_size
     assert config.decode_buckets == (1, 2, 3)
     assert config.max_num_batched_tokens == EngineConfig().max_num_batched_tokens
