@@ -792,7 +792,7 @@ def test_a_benchmark_measures_every_mode(folder: Path, capsys: Captured) -> None
         assert run["output_throughput"] == pytest.approx(160 / run["wall_s"])
         assert 0 < run["compute_ms"] < run["ms_per_step"]
         assert 0 < run["gpu_active"] < 1
-        assert set(run["host_us"]) == {"plan", "fill", "launch", "commit"}
+        assert set(run["host_us"]) == {"plan", "fill", "launch", "commit", "deliver"}
         assert run["kernels_active"] is None
         assert 0 < run["startup_s"] < 120
     events = json.loads((folder / "t.json").read_text())["traceEvents"]

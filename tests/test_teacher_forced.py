@@ -27,7 +27,11 @@ def run(name: str, dtype: torch.dtype, *, corrupt_at: int | None = None, **engin
     assert llm.model.dtype == dtype
     assert corrupted == ([] if corrupt_at is None else [True])
     assert llm.scheduler.preemptions > 0
-    assert [len(tokens) for _, tokens in delivered] == 2 * [*[NEW_TOKENS] * 4, NEW_TOKENS // 2]
+    for number, (_, tokens) in enumerate(delivered):
+        if number % 5 == 4:  # aborted half way; what was in flight then may still come
+            assert NEW_TOKENS // 2 <= len(tokens) <= NEW_TOKENS // 2 + llm.config.depth
+        else:
+            assert len(tokens) == NEW_TOKENS
     assert len({token for _, tokens in delivered for token in tokens}) > 30
     return llm, delivered
 
@@ -48,7 +52,7 @@ def test_every_delivered_token_is_as_good_as_the_best(
 ) -> None:
     llm, delivered = run(name, dtype, depth=depth, preemption=preemption)
     found = shortfalls(float32_reference(llm), delivered)
-    assert len(found) == 2 * 4 * NEW_TOKENS + 2 * NEW_TOKENS // 2
+    assert len(found) == sum(len(tokens) for _, tokens in delivered)
     assert max(found) <= TOLERANCE[dtype]
 
 
