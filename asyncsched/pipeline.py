@@ -113,10 +113,12 @@ class Idle(NamedTuple):
 
 class Leap(NamedTuple):
     """Only to drivers that leap. Nothing is decided in the next `stretch.steps` iterations of the loop: each plans and
-    launches a step of the stretch, then collects and commits the oldest, `in_flight` first. Send back `Leaped`."""
+    launches a step of the stretch, hands over `output`, then collects and commits the oldest, `in_flight` first, which
+    gives the `output` of the next iteration. Send back `Leaped`."""
 
     stretch: Stretch
     in_flight: tuple[StepPlan, ...]
+    output: StepOutput | None
 
 
 class Leaped(NamedTuple):
@@ -132,10 +134,12 @@ class Leaped(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """What came of a leap, to hand to users. Send back a ticket for each plan of `passed.in_flight`."""
+    """What came of a leap, to hand to users: `output` behind the first launch, and so on; `passed.last` not yet. Send
+    back a ticket for each plan of `passed.in_flight`."""
 
     stretch: Stretch
     passed: Passed
+    output: StepOutput | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +172,9 @@ def pipeline(scheduler: Scheduler, inbox: Inbox, *, leaps: bool = False) -> Pipe
                 output = None
             yield Deliver(notices)
         if leaps and len(slots) == 1 and len(in_flight) == scheduler.config.depth - 1 and not len(inbox):
-            landed = yield from _leap(scheduler, slots[0], [plan for plan, _ in in_flight])
+            landed = yield from _leap(scheduler, slots[0], [plan for plan, _ in in_flight], output)
             if landed is not None:
-                slots[0], in_flight = landed
+                slots[0], in_flight, output = landed
                 continue
         plan = scheduler.plan(slots[0]) if slots else None
         if plan is not None:
@@ -201,20 +205,21 @@ def pipeline(scheduler: Scheduler, inbox: Inbox, *, leaps: bool = False) -> Pipe
 
 
 def _leap(
-    scheduler: Scheduler, slot: int, in_flight: list[StepPlan]
-) -> Generator[Effect, object, tuple[int, deque[tuple[StepPlan, object]]] | None]:
-    """Offers the driver a leap. The free slot and the steps in flight where it lands; None where it takes none."""
+    scheduler: Scheduler, slot: int, in_flight: list[StepPlan], output: StepOutput | None
+) -> Generator[Effect, object, tuple[int, deque[tuple[StepPlan, object]], StepOutput] | None]:
+    """Offers the driver a leap. The free slot, the steps in flight and what is not handed over yet where it lands; None
+    where it takes none."""
     stretch = scheduler.stretch([slot, *(plan.slot for plan in in_flight)])
     if stretch is None:
         return None
-    leaped = yield Leap(stretch, tuple(in_flight))
+    leaped = yield Leap(stretch, tuple(in_flight), output)
     assert isinstance(leaped, Leaped)
     if not leaped.steps:
         return None
     passed = scheduler.advance(stretch, leaped.steps, in_flight, leaped.tokens, leaped.token)
-    tickets = yield Landed(stretch, passed)
+    tickets = yield Landed(stretch, passed, output)
     pairs = zip(passed.in_flight, tickets, strict=True)  # type: ignore[call-overload]  # Landed's contract
-    return stretch.slots[leaped.steps % len(stretch.slots)], deque(pairs)
+    return stretch.slots[leaped.steps % len(stretch.slots)], deque(pairs), passed.last
 
 
 def _settle(scheduler: Scheduler, plan: StepPlan, result: object) -> StepOutput:

@@ -297,7 +297,14 @@ class Scheduler:
         if steps == stretch.steps:
             self._give_up_seats(rows, last.ends)
         left = [stretch.plan(place) for place in range(commits, steps - 1)] if ahead else []
-        return Passed(tuple(outputs), commits, (*in_flight[early:], *left, *([last] if ahead else [])), most_held)
+        if commits:
+            sampled = np.full(len(rows), token, dtype=np.int32)
+            newest = StepOutput(self._settled, stretch.requests, sampled, ())
+        else:
+            newest = outputs[-1]
+        return Passed(
+            tuple(outputs), commits, newest, (*in_flight[early:], *left, *([last] if ahead else [])), most_held
+        )
 
     def _pass(self, stretch: Stretch, first: int, last: int) -> None:
         """Plans of the stretch are made; the log says so as if one by one."""

@@ -69,12 +69,14 @@ class Passed(NamedTuple):
 
     outputs   in order, one for each of the first commits
     commits   how many commits of the stretch's own plans followed
+    last      the output of the last commit, whether it is one of `outputs` or not
     in_flight the plans that are left uncommitted
     most_held KV blocks held at most
     """
 
     outputs: tuple[StepOutput, ...]
     commits: int
+    last: StepOutput
     in_flight: tuple[StepPlan, ...]
     most_held: int
 

@@ -1,8 +1,8 @@
 """One engine in virtual time: a SimPy process that does what the pipeline asks and lets the time pass that it takes.
 
-The host's time runs ahead of SimPy's clock, which catches up where the world may look: before commands are taken and
-when something is delivered. Whatever the world does at a moment comes before what an engine does at that moment, so
-a command that arrives just when a plan is made is in that plan.
+The host's time runs ahead of SimPy's clock, which catches up where the world may look: before commands are taken, and
+when somebody who waits is told of an end. Whatever the world does at a moment comes before what an engine does at that
+moment, so a command that arrives just when a plan is made is in that plan.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class SimEngine:
         depth = self.scheduler.config.depth
         loop = pipeline(self.scheduler, self.inbox, leaps=self._leaps)
         reply: object = None
-        times: list[int] = []  # of the commits of a leap
+        launched: list[int] = []  # when the launches of a leap ended
         settled: tuple[StepPlan, StepShape] | None = None  # collected, and not delivered
         yield Moment(env, int(env.now))  # what arrives when it starts is in its first plan
         while True:
@@ -146,6 +146,8 @@ class SimEngine:
                 if effect.kind == "plan":
                     self._planned(effect.plan)
                 lanes.host(effect.kind, effect.plan, self._shapes[effect.plan.slot])
+                if effect.kind == "commit":  # commands are taken next
+                    yield Moment(env, free[HOST])
             elif isinstance(effect, Launch):
                 template, plan = effect.program
                 reply = template
@@ -159,8 +161,8 @@ class SimEngine:
                 lanes.synchronize(effect.ticket, effect.plan)  # type: ignore[arg-type]  # as Launch was answered
                 reply = self._tokens(effect.plan)
             elif isinstance(effect, Deliver):
-                if free[HOST] > env.now:
-                    yield Moment(self.env, free[HOST])
+                if self._on_end is not None and effect.output.finished and free[HOST] > env.now:
+                    yield Moment(env, free[HOST])
                 self._deliver(effect.output, free[HOST])
                 if isinstance(lanes, MeasuredLanes) and settled is not None and settled[0].step == effect.output.step:
                     lanes.host("deliver", *settled)
@@ -168,10 +170,10 @@ class SimEngine:
                     yield Moment(env, free[HOST])
                     self._take_in()
             elif isinstance(effect, Leap):
-                times = yield from self._leap(effect)
-                reply = Leaped(len(times), [self._tokens(plan) for plan in effect.in_flight[: len(times)]], TEXT)
+                launched = yield from self._leap(effect)
+                reply = Leaped(len(launched), [self._tokens(plan) for plan in effect.in_flight[: len(launched)]], TEXT)
             elif isinstance(effect, Landed):
-                reply = self._land(effect, times)
+                reply = self._land(effect, launched)
             elif isinstance(effect, Idle):
                 yield from self._idle()
         lanes.account.finish(free[HOST], lanes.idle)
@@ -209,8 +211,8 @@ class SimEngine:
 
     def _leap(self, effect: Leap) -> Generator[simpy.Event, Any, list[int]]:
         """Advances the lanes over as many steps as begin before the world does anything, or a request stops, and lets
-        that time pass. When each commit ends; nothing for no leap."""
-        stretch, in_flight = effect
+        that time pass. When each launch ended; nothing for no leap."""
+        stretch, in_flight, output = effect
         assert isinstance(self.lanes, Lanes)  # others do not leap
         lanes, costs = self.lanes, self.lanes.costs
         begun = lanes.free[HOST]
@@ -222,7 +224,9 @@ class SimEngine:
             steps = min(steps, MOST_AHEAD)
         elif until < math.inf:  # a guess, which costs another leap if it is too low
             steps = min(steps, int(until - begun) // self._pace_ns + 2)
-        if self._on_end is not None:  # they are told when it happens
+        if self._on_end is not None:  # they are told when it happens, which is not in a leap
+            if output is not None and output.finished:
+                return []
             ending = (place for place, plan in enumerate(in_flight) if END in self._tokens(plan))
             steps = min(steps, next(ending, steps) + 1)
         if steps < 2:
@@ -231,31 +235,34 @@ class SimEngine:
         commits = [costs.host_ns("commit", self._shapes[plan.slot], plan.step) for plan in in_flight]
         commits += prices.commit
         before = None if self._alone else lanes.state()
-        times = lanes.decode(stretch, in_flight, prices, commits, until)
+        course = lanes.decode(stretch, in_flight, prices, commits, until)
         if before is not None:
             self._leaping = self.env.active_process
             try:
-                yield Moment(self.env, times[-1])
+                yield Moment(self.env, course.committed[-1])
                 self._leaping = None
-                return times
+                return course.launched
             except simpy.Interrupt:
                 lanes.restore(before)
-                times = lanes.decode(stretch, in_flight, prices, commits, self.env.now)
-        if times:
-            self._pace_ns = max((times[-1] - begun) // len(times), 1)
-            yield Moment(self.env, times[-1])
-        return times
+                course = lanes.decode(stretch, in_flight, prices, commits, self.env.now)
+        if course.committed:
+            self._pace_ns = max((course.committed[-1] - begun) // len(course.committed), 1)
+            yield Moment(self.env, course.committed[-1])
+        return course.launched
 
-    def _land(self, effect: Landed, times: list[int]) -> list[Template]:
-        """Hands out what a leap gave, at the times it was ready. The tickets of what is in flight now."""
-        stretch, passed = effect
-        self.steps += len(times)
-        self.leaped += len(times)
+    def _land(self, effect: Landed, launched: list[int]) -> list[Template]:
+        """Hands out what a leap gave, each output behind the launch after its commit. The tickets of what is in flight
+        now."""
+        stretch, passed, output = effect
+        self.steps += len(launched)
+        self.leaped += len(launched)
         self.kv_peak = max(self.kv_peak, passed.most_held)
-        for output, time_ns in zip(passed.outputs, times, strict=False):
-            self._deliver(output, time_ns)
-        if passed.commits:
-            self.metrics.delivered_each(stretch.requests, times[len(passed.outputs) :])
+        if output is not None:
+            self._deliver(output, launched[0])
+        for early, time_ns in zip(passed.outputs, launched[1:], strict=False):
+            self._deliver(early, time_ns)
+        if passed.commits > 1:
+            self.metrics.delivered_each(stretch.requests, launched[1 + len(passed.outputs) :])
         for plan in passed.in_flight:
             if plan.step >= stretch.step:
                 self._shapes[plan.slot] = self._decode_shape(stretch, plan.step - stretch.step)

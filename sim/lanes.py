@@ -43,6 +43,13 @@ class Translated(NamedTuple):
     synchronized: int
 
 
+class Course(NamedTuple):
+    """When, in each of several iterations of the pipeline's loop, the launch and the commit ended."""
+
+    launched: list[int]
+    committed: list[int]
+
+
 class LaneState(NamedTuple):
     """What changes in `Lanes`, and how many spans there were."""
 
@@ -113,9 +120,9 @@ class Lanes:
 
     def decode(
         self, stretch: Stretch, in_flight: Sequence[StepPlan], prices: DecodePrices, commits: list[int], until: float
-    ) -> list[int]:
+    ) -> Course:
         """Launches the steps of a stretch one after the other and commits the oldest each time, as long as a plan is
-        made before `until`. Returns when each commit ends.
+        made before `until`.
 
         prices   of the stretch's steps
         commits  of the steps that are committed, those in flight first
@@ -129,6 +136,7 @@ class Lanes:
         host_wait = h2d_wait = sync_wait = no_work = 0
         flying = deque(self.recorded[self._returned(plan.slot)] for plan in in_flight)
         details: list[tuple[int, ...]] | None = None if self.timeline is None else []
+        launches: list[int] = []
         times: list[int] = []
         for plan, fill, launch, copy_in, forward, copy_out, commit in zip(*prices[:6], commits, strict=False):
             if host >= until:
@@ -140,6 +148,7 @@ class Lanes:
             h2d = copied + copy_in
             host += launch
             launched = host
+            launches.append(host)
             start = gate if gate > compute else compute
             if h2d > start:
                 start = h2d
@@ -183,7 +192,7 @@ class Lanes:
         account.idle["no_work"] += no_work
         if details:
             self._decode_spans(stretch, in_flight, details, times)
-        return times
+        return Course(launches, times)
 
     def state(self) -> LaneState:
         """For `restore`."""
