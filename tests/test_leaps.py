@@ -330,7 +330,6 @@ FAULTS = (
     ),
     Fault("what waits is handed over with the rest", ENGINE, "_land", "output, launched[0])", "output, launched[-1])"),
     Fault("early outputs a launch too soon", ENGINE, "_land", "launched[1:]", "launched"),
-    Fault("the last output is the first", SCHEDULER, "advance", "newest = outputs[-1]", "newest = outputs[0]"),
     Fault("the last output is of nobody", SCHEDULER, "advance", "stretch.requests, sampled,", "NO_ROWS, sampled[:0],"),
     Fault("shapes of landed steps are stale", ENGINE, "_land", "plan.step >= stretch.step", "plan.step < stretch.step"),
     Fault(
