@@ -11,7 +11,9 @@ committed as ever, since they may hold prefills and last tokens; block allocatio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +24,7 @@ from asyncsched.residency import Residency
 from asyncsched.rows import Rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Stretch:
+class Stretch(NamedTuple):
     """Plans `step`, `step + 1`, ...: `rows` decode one token each, from positions `starts` on, and nobody else runs.
 
     steps      so many plans at most; at the last one a row may reach its length limit
@@ -86,8 +87,8 @@ def affordable(residency: Residency, rows: IndexArray, starts: IndexArray, steps
     size, available = residency.config.block_size, residency.pool.available
     if len(rows) * (steps // size + 1) <= available:
         return steps
-    places, _, _ = _crossings(residency.rows, rows, starts, steps)
-    return steps if len(places) <= available else int(places[available])
+    events = _crossings(residency.rows, rows, starts, steps)
+    return steps if len(events) <= available else events[available][0]
 
 
 def settle(
@@ -100,11 +101,12 @@ def settle(
     if residency.config.enable_prefix_caching:
         _grow_and_share(residency, rows, starts, ahead, steps, commits)
     else:
-        _, who, nth = _crossings(r, rows, starts, steps)
-        if len(who):
+        events = _crossings(r, rows, starts, steps)
+        if events:
+            _, who, nth = np.array(events, dtype=np.int64).transpose()
             grown = rows[who]
             residency.grow_many(grown, r.num_blocks[grown] + nth)
-            r.num_blocks[rows] = np.maximum(r.num_blocks[rows], -(-(starts + steps) // r.block_size))
+            np.add.at(r.num_blocks, grown, 1)
     computed = starts + commits
     r.computed[rows] = computed
     r.known[rows] = computed + 1
@@ -116,38 +118,36 @@ def _grow_and_share(
     """Step `place` is planned, then step `place - ahead` is committed: blocks that are taken may hold old prefixes,
     blocks that fill up become shareable, and both in this order."""
     size = residency.config.block_size
-    grown, growing, _ = _crossings(residency.rows, rows, starts, steps)
     left = size - starts % size  # steps until a block is full
-    filled, filling, _ = _repeated(left - 1 + ahead, np.maximum(commits - left, -size) // size + 1, size)
-    for place in np.union1d(grown, filled).tolist():
-        residency.grow(rows[growing[grown == place]])
-        for who in filling[filled == place].tolist():
+    events = [(place, False, who) for place, who, _ in _crossings(residency.rows, rows, starts, steps)]
+    events += [(place, True, who) for place, who, _ in _repeated((left - 1 + ahead).tolist(), commits + ahead, size)]
+    for (place, filled), group in groupby(sorted(events), key=itemgetter(0, 1)):
+        whose = [who for _, _, who in group]
+        if not filled:
+            residency.grow(rows[whose])
+            continue
+        for who in whose:
             residency.share_filled(int(rows[who]), (int(starts[who]) + place - ahead) // size)
 
 
-class _Events(NamedTuple):
-    """Event `nth` of `who`, an index into the rows of the stretch, is at step `when`; by step, then by row."""
-
-    when: IndexArray
-    who: IndexArray
-    nth: IndexArray
+_Event = tuple[int, int, int]
+"""At which step; of whom, an index into the rows of the stretch; and how many of theirs came before it."""
 
 
-def _crossings(rows: Rows, which: IndexArray, starts: IndexArray, steps: int) -> _Events:
+def _crossings(rows: Rows, which: IndexArray, starts: IndexArray, steps: int) -> list[_Event]:
     """Where rows need another block in the first `steps` steps."""
     size = rows.block_size
-    room = rows.num_blocks[which] * size - starts  # steps that the blocks suffice for
-    return _repeated(room, np.maximum(-((room - steps) // size), 0), size)
+    room = (rows.num_blocks[which] * size - starts).tolist()  # steps that the blocks suffice for
+    return _repeated(room, steps, size)
 
 
-def _repeated(first: IndexArray, counts: IndexArray, period: int) -> _Events:
-    """`counts[i]` events of i, from step `first[i]` on, one each period."""
-    ends = np.add.accumulate(counts)
-    total = int(ends[-1])
-    if not total:
-        return _Events(counts[:0], counts[:0], counts[:0])
-    who = np.arange(len(counts)).repeat(counts)
-    nth = np.arange(total) - (ends - counts)[who]
-    when = first[who] + nth * period
-    order = when.argsort(kind="stable")
-    return _Events(when[order], who[order], nth[order])
+def _repeated(first: list[int], end: int, period: int) -> list[_Event]:
+    """Events of i at steps `first[i]`, `first[i] + period`, ..., before `end`. A batch has few of them."""
+    events = [
+        (when, who, nth)
+        for who, begin in enumerate(first)
+        if begin < end
+        for nth, when in enumerate(range(begin, end, period))
+    ]
+    events.sort()
+    return events

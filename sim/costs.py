@@ -281,8 +281,9 @@ class LaneCosts:
         return self._output_sync
 
     def decode_prices(self, shape: StepShape, step: int, count: int) -> DecodePrices:
-        read: Any = np.arange(shape.kv_tokens, shape.kv_tokens + shape.num_seqs * count, shape.num_seqs)
-        forward = np.rint(self._forwards(shape._replace(kv_tokens=read, attn_pairs=read)) * self._contention)
+        n = shape.num_seqs
+        read: Any = np.arange(shape.kv_tokens, shape.kv_tokens + n * count, n)
+        forward = np.rint(self._forwards(StepShape(*shape[:5], read, read, *shape[7:])) * self._contention)
         constant = self._constant.get(shape.num_seqs)
         if constant is None:
             host = [self.host_ns(kind, shape, step) for kind in ("plan", "fill", "launch", "commit")]
