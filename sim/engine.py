@@ -1,8 +1,8 @@
 """One engine in virtual time: a SimPy process that does what the pipeline asks and lets the time pass that it takes.
 
-The host's time runs ahead of SimPy's clock, which catches up where the world may look: before commands are taken, and
-when somebody who waits is told of an end. Whatever the world does at a moment comes before what an engine does at that
-moment, so a command that arrives just when a plan is made is in that plan.
+The host's time runs ahead of SimPy's clock, which catches up where the world may look: before commands are taken, if
+anything happens until then, and when somebody who waits is told of an end. Whatever the world does at a moment comes
+before what an engine does at that moment, so a command that arrives just when a plan is made is in that plan.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from sim.measured import MeasuredCosts, MeasuredLanes
 TEXT, END = 0, 1  # the simulated model's vocabulary: a token, and the token that ends a request
 AFTER_THE_WORLD = EventPriority(2)  # of an engine's events; SimPy's own are 0 and 1
 MOST_AHEAD = 64  # steps of a leap that the world may cut short
+MOST_UNWATCHED = 64  # steps or leaps between two events of an engine
 
 
 NO_POSITIONS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
@@ -99,6 +100,7 @@ class SimEngine:
         self._shapes = [StepShape(0, 0, 0, 0, 0, 0, 0, 0)] * scheduler.config.depth  # of the steps in flight, by slot
         self._in_flight = 0
         self._submitted = 0
+        self._unwatched = 0
 
     @property
     def account(self) -> LaneAccount:
@@ -146,15 +148,15 @@ class SimEngine:
                 if effect.kind == "plan":
                     self._planned(effect.plan)
                 lanes.host(effect.kind, effect.plan, self._shapes[effect.plan.slot])
-                if effect.kind == "commit":  # commands are taken next
+                if effect.kind == "commit" and self._is_watched(free[HOST]):  # commands are taken next
                     yield Moment(env, free[HOST])
             elif isinstance(effect, Launch):
                 template, plan = effect.program
                 reply = template
                 lanes.launch(template, plan, self._shapes[plan.slot])
                 self._in_flight += 1
-                if self._in_flight < depth:  # another plan is made before anything is collected
-                    yield Moment(self.env, free[HOST])
+                if self._in_flight < depth and self._is_watched(free[HOST]):  # another plan is made at once
+                    yield Moment(env, free[HOST])
             elif isinstance(effect, Collect):
                 self._in_flight -= 1
                 settled = effect.plan, self._shapes[effect.plan.slot]
@@ -176,8 +178,18 @@ class SimEngine:
                 reply = self._land(effect, launched)
             elif isinstance(effect, Idle):
                 yield from self._idle()
+        if free[HOST] > env.now:
+            yield Moment(env, free[HOST])
         lanes.account.finish(free[HOST], lanes.idle)
         self.ended_ns = free[HOST]
+
+    def _is_watched(self, time_ns: int) -> bool:
+        """Whether anything happens until then; now and then also if not, for whoever steps the environment."""
+        self._unwatched += 1
+        if self._unwatched < MOST_UNWATCHED and self.env.peek() > time_ns:
+            return False
+        self._unwatched = 0
+        return True
 
     def _planned(self, plan: StepPlan) -> None:
         self._shapes[plan.slot] = StepShape.of(plan, self.scheduler.config.sliding_window)
@@ -246,8 +258,10 @@ class SimEngine:
                 lanes.restore(before)
                 course = lanes.decode(stretch, in_flight, prices, commits, self.env.now)
         if course.committed:
-            self._pace_ns = max((course.committed[-1] - begun) // len(course.committed), 1)
-            yield Moment(self.env, course.committed[-1])
+            end = course.committed[-1]
+            self._pace_ns = max((end - begun) // len(course.committed), 1)
+            if self._is_watched(end):
+                yield Moment(self.env, end)
         return course.launched
 
     def _land(self, effect: Landed, launched: list[int]) -> list[Template]:
