@@ -23,7 +23,7 @@ CHOICES = {"mode": ["sync", "async"], "max_num_seqs": [64, 256]}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--points", type=int, default=1000)
-    parser.add_argument("--requests", type=int, default=40, help="of the trace, per point")
+    parser.add_argument("--requests", type=int, default=100, help="of the trace, per point")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     chosen = parser.parse_args()

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Self, get_type_hints
 from pydantic import AfterValidator, BeforeValidator, Field, create_model, model_validator
 
 from asyncsched.config import Batching, EngineConfig
-from asyncsched.errors import ConfigError
+from asyncsched.errors import MISSING, ConfigError
 from asyncsched.goodput import ServiceLevels
 from asyncsched.policy_set import PolicySet
 from sim.costs import CopyCosts, CostModel, GpuCosts, HostCosts, Jitter, JitteredCosts, LaneCosts, Overlap
@@ -116,7 +116,7 @@ class Scenario(Section):
         """A profile has all prices; without one the GPU's have no default."""
         if self.profile is None:
             if self.gpu is None:
-                raise ConfigError("gpu", None, "a value is required, there is no default")
+                raise ConfigError("gpu", MISSING, "a value is required, there is no default")
             if self.jitter.kind == "profile":
                 raise ConfigError("jitter.kind", "profile", "it needs a profile")
         elif self.gpu is not None:
