@@ -179,8 +179,10 @@ def _print(rows: Sequence[dict[str, Any]], name: str, first: Capacity, search: S
     heads += [extra[key][0] for key in shown]
     title = f"{name}: {what} {search.attainment:.4g} of the requests keep {said} (simulated)"
     print_table(title, heads, table, numbers=heads[1:])
-    if first.confidence is None:
+    if first.confidence is None and search.seeds > 1:
         print("The seed changes nothing in this scenario, so there was one search.")
+    elif first.confidence is None:
+        print("One seed was tried; --seeds 6 says how much hangs on it.")
     elif rates:
         sure = f"{first.confidence:.1%} confidence"
         print(f"{len(first.found)} seeds: the median of all is between the two rates with {sure}.")
