@@ -71,7 +71,9 @@ def main() -> None:
     }
     notes = {}
     for name, levels in LEVELS.items():
-        best = min((row for row in rows if row["levels"] == name), key=lambda row: (row["GPUs"], MODES.index(row["mode"])))
+        best = min(
+            (row for row in rows if row["levels"] == name), key=lambda row: (row["GPUs"], MODES.index(row["mode"]))
+        )
         said = f"TTFT {levels['ttft_ms']:g} ms, TPOT {levels['tpot_ms']:g} ms"
         notes[f"decision_{name}"] = f"{said}: {best['mode']}, {best['GPUs']} GPUs for {RATE:g} requests/s"
     report(chosen.json, f"{chosen.trace}: capacity of one H200 (simulated)", rows, columns, notes)

@@ -99,6 +99,31 @@ def test_costs_are_medians_of_the_decode_steps(monkeypatch: pytest.MonkeyPatch) 
     assert measured_costs(Timeline(spans), on_cpu=False)["host"]["launch_us"] == 583
 
 
+@pytest.mark.parametrize(
+    ("name", "decisions"),
+    [
+        ("does_async_pay.py", ["decision_llama-1b", "decision_llama-8b"]),
+        ("how_many_gpus.py", ["decision_strict", "decision_easy"]),
+        ("half_host_cost.py", ["decision_llama-1b", "decision_llama-8b"]),
+    ],
+)
+def test_a_study_of_a_trace_ends_in_a_decision(name: str, decisions: list[str], tmp_path: Path) -> None:
+    rows = "".join(f"{2 * number},{4000 + 500 * (number % 5)},{5 + 11 * number % 30}\n" for number in range(12))
+    (tmp_path / "trace.csv").write_text("arrival,input,output\n" + rows)
+    options = ["--trace", str(tmp_path / "trace.csv"), "--jobs", "1", "--json"]
+    options += [] if name == "does_async_pay.py" else ["--requests", "20"]
+    done = script(name, *options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert all(answer[key] for key in decisions)
+    assert len(answer["rows"]) >= 4
+
+
+def test_a_sweep_on_two_processes_has_the_rows_of_one(tmp_path: Path) -> None:
+    done = script("sweep_scaling.py", "--points", "6", "--requests", "5", "--json", folder=tmp_path)
+    assert json.loads(done.stdout)["rows_equal"] is True
+
+
 def test_a_study_checks_its_picture_before_the_work(tmp_path: Path) -> None:
     done = script("host_cost.py", "--plot", "no/where.png", folder=tmp_path)
     assert done.returncode == 1
