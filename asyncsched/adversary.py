@@ -60,6 +60,7 @@ class Seeded:
 
     def __init__(self, seed: int, patience: int = 48) -> None:
         self._random = random.Random(seed)
+        self._draw = self._random.random
         self._patience = patience
         self._left = 0  # times it is asked until the mood changes
         self._stops = 1.0  # how often it says: not now
@@ -69,14 +70,13 @@ class Seeded:
         self._left -= 1
         if self._left < 0:
             self._change()
-        draw = self._random.random
         if blocked:
             orders = self._blocked_orders
-        elif draw() < self._stops:
+        elif self._draw() < self._stops:
             return None
         else:
             orders = self._orders
-        return orders[int(draw() * len(orders))]
+        return orders[int(self._draw() * len(orders))]
 
     def _change(self) -> None:
         draw = self._random

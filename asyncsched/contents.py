@@ -15,12 +15,9 @@ collected: then it is a shared prefix. Digests of real tokens decide, not what t
 from __future__ import annotations
 
 from enum import Enum
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
-from numpy.typing import NDArray
 
 from asyncsched.accesses import Memory, Spot, first_visible
 from asyncsched.config import EngineConfig
@@ -29,15 +26,13 @@ from asyncsched.plan import NO_SOURCE, NO_STEP, IndexArray, StepPlan
 from asyncsched.rows import Rows
 
 NOBODY = -1
-WIDE_TABLE = 32  # wider ones are cut to what a step reads
-UNLIMITED = 2**64 - 1
 
 
 class FlawKind(Enum):
     """UNWRITTEN  it reads what nobody has written
     STALE      it reads what was written for another position, request or step
     EARLY      it reads a shared KV block that was not complete when its writer was last collected
-    COLLISION  two rows of a step write to one KV block, or one writes to the null block
+    COLLISION  two rows of a step write to one KV block, or one to what another reads, or one to the null block
     """
 
     UNWRITTEN = "unwritten"
@@ -55,19 +50,25 @@ class Flaw(NamedTuple):
     writer: int = NO_STEP
 
 
-class Snapshot(NamedTuple):
-    """A plan and the block tables of its rows when it was made.
+# One row of a plan: the row, the number of its request's first token, the positions start..end-1 that are computed, and
+# the blocks of its table when the plan was made, up to the last position.
+Part = tuple[int, int, int, int, list[int]]
 
-    base, first, after are int64[num_seqs], numbers of tokens of each request: its first, the first that the step
-    computes, and the one after the last.
-    """
+
+class Snapshot(NamedTuple):
+    """A plan and the block tables of its rows when it was made, as lists: batches that are checked are small."""
 
     plan: StepPlan
-    rows: Rows
-    table: IndexArray
-    base: IndexArray
-    first: IndexArray
-    after: IndexArray
+    state: Rows
+    carry: list[int]
+    parts: list[Part]
+
+    @property
+    def table(self) -> IndexArray:
+        """The block tables as int64[num_seqs, width], filled up with the null block."""
+        width = max((len(blocks) for *_, blocks in self.parts), default=0)
+        filled = [blocks + [NULL_BLOCK] * (width - len(blocks)) for *_, blocks in self.parts]
+        return np.array(filled, dtype=np.int64).reshape(len(filled), width)
 
 
 class Contents:
@@ -80,120 +81,109 @@ class Contents:
         size, width = config.block_size, config.max_blocks_per_seq
         self._config = config
         self._size = size
+        self._seats = config.max_num_seqs
+        self._window = config.sliding_window
         self._stride = (width + 1) * size  # more than a table spans, so that no number is of two requests
-        self._limits = np.arange(1, width + 1) * size
-        self._column = np.arange(width * size + 1) // size
-        self._flat = np.arange(config.max_num_seqs + 1) * width
-        self._slack = _slack(size, width, config.sliding_window)
-        self._slack_of_all = _slack(size, width, None)
         self._device = _Blocks(config.num_blocks)
         self._host = _Blocks(config.num_host_blocks)
-        self._dev_out = np.full(config.depth * config.max_num_seqs + 1, NOBODY)  # NO_SOURCE finds the last
+        self._end = config.depth * config.max_num_seqs
+        self._dev_out = [NOBODY] * self._end
         self._dev_out_step = [NO_STEP] * config.depth
-        # of each row: whose it was last, that request's base, and what each full block of its table should hold
+        # of each row: whose it was last, and what each full block of its table should hold
         capacity = config.max_num_seqs * config.depth
-        self._tenant = np.full(capacity, NOBODY)
-        self._base = np.zeros(capacity, dtype=np.int64)
-        self._wanted = np.zeros((capacity, width), dtype=np.int64)
+        self._tenant = [NOBODY] * capacity
+        self._wanted: list[list[int]] = [[]] * capacity
 
     def snapshot(self, plan: StepPlan, rows: Rows) -> Snapshot:
-        if self._tenant.take(plan.rows).tobytes() != plan.requests.tobytes():
-            self._tenant[plan.rows] = plan.requests
-            self._base[plan.rows] = base = plan.requests * self._stride
-            self._wanted[plan.rows] = base[:, None] + self._limits
-        base = self._base.take(plan.rows)
-        table = rows.table.take(plan.rows, axis=0).astype(np.int64)
-        return Snapshot(plan, rows, table, base, base + plan.starts, base + plan.ends)
+        tenant, stride, size, table = self._tenant, self._stride, self._size, rows.table
+        parts: list[Part] = []
+        for row, request, start, end in zip(
+            plan.rows.tolist(), plan.requests.tolist(), plan.starts.tolist(), plan.ends.tolist(), strict=True
+        ):
+            base = request * stride
+            if tenant[row] != request:
+                tenant[row] = request
+                self._wanted[row] = list(range(base + size, base + stride, size))
+            parts.append((row, base, start, end, table[row, : (end + size - 1) // size].tolist()))
+        return Snapshot(plan, rows, plan.carry.tolist(), parts)
 
     # ---- tokens ----------------------------------------------------------------------------------------------------
 
-    def carry(self, snapshot: Snapshot) -> list[Flaw]:
+    def carry(self, snapshot: Snapshot) -> list[Flaw] | None:
         """Every input token must be on the host, or in `dev_out` where the mask says."""
-        plan, count = snapshot.plan, snapshot.plan.num_decodes
-        try:
-            wrong = self._dev_out[plan.carry] != (snapshot.first if count == len(plan.rows) else snapshot.first[:count])
-        except IndexError:
-            wrong = np.ones(count, dtype=np.bool_)
         flaws: list[Flaw] = []
-        places = np.flatnonzero(wrong).tolist() if np.count_nonzero(wrong) else []
-        for place in (*places, *range(count, len(plan.rows))):
-            if place < count and plan.carry[place] != NO_SOURCE:
-                flaws += self._misfit(snapshot, place)
-            elif snapshot.rows.known[plan.rows[place]] < plan.ends[place]:
-                flaws.append(self._unknown_token(plan, place))
+        carry, known, count = snapshot.carry, snapshot.state.known, len(snapshot.carry)
+        for place, (row, base, start, end, _) in enumerate(snapshot.parts):
+            if place < count and (source := carry[place]) != NO_SOURCE:
+                if not 0 <= source < self._end or self._dev_out[source] != base + start:
+                    flaws.append(self._misfit(snapshot, place))
+            elif known.item(row) < end:
+                flaws.append(self._unknown_token(snapshot.plan, place))
         return flaws
 
     def not_carried(self, snapshot: Snapshot) -> list[Flaw]:
         """For a program that runs its forward pass without carrying over before it."""
-        plan = snapshot.plan
-        places = np.flatnonzero(plan.carry != NO_SOURCE).tolist()
-        return [self._unknown_token(plan, place) for place in places]
+        carried = (place for place, source in enumerate(snapshot.carry) if source != NO_SOURCE)
+        return [self._unknown_token(snapshot.plan, place) for place in carried]
 
     def sampled(self, snapshot: Snapshot, slot: int) -> None:
         """The step leaves its tokens in `dev_out` of a slot."""
         plan = snapshot.plan
-        first, end = slot * self._config.max_num_seqs, (slot + 1) * self._config.max_num_seqs
-        count = len(plan.sampled)
         if plan.sampled is plan.rows and plan.sampled_ends is plan.ends:
-            self._dev_out[first : first + count] = snapshot.after
+            numbers = [base + end for _, base, _, end, _ in snapshot.parts]
         else:
-            numbers = dict(zip(plan.rows.tolist(), snapshot.base.tolist(), strict=True))
+            bases = {row: base for row, base, *_ in snapshot.parts}
             pairs = zip(plan.sampled.tolist(), plan.sampled_ends.tolist(), strict=True)
-            self._dev_out[first : first + count] = [numbers[row] + at for row, at in pairs]
-        self._dev_out[first + count : end] = NOBODY
+            numbers = [bases[row] + at for row, at in pairs]
+        seats = self._seats
+        self._dev_out[slot * seats : (slot + 1) * seats] = numbers + [NOBODY] * (seats - len(numbers))
         self._dev_out_step[slot] = plan.step
 
     # ---- KV --------------------------------------------------------------------------------------------------------
 
-    def read(self, snapshot: Snapshot, *, own_too: bool) -> list[Flaw]:
+    def read(self, snapshot: Snapshot, *, own_too: bool) -> list[Flaw] | None:
         """Each row reads the positions before its queries that it sees, and with `own_too` those of its queries."""
-        plan, table = snapshot.plan, snapshot.table
-        if not len(plan.rows):
-            return []
-        upto, slack = (plan.ends, self._slack_of_all) if own_too else (plan.starts, self._slack)
-        wanted, width = self._wanted.take(plan.rows, axis=0), table.shape[1]
-        if width > WIDE_TABLE:
-            width = min(width, -(-int(upto.max()) // self._size))
-            table, wanted, slack = table[:, :width], wanted[:, :width], slack[:, :width][upto]
-        else:
-            slack = slack.take(upto, axis=0)
-        behind: NDArray[np.uint64] = (wanted - self._device.holds[table]).view(np.uint64)  # negative ones are large
-        wrong = behind > slack
-        if not np.count_nonzero(wrong):
-            return []
-        flaws = []
-        for place, column in zip(*(axis.tolist() for axis in np.nonzero(wrong)), strict=True):
-            flaw = self._judge(snapshot, place, column, int(upto[place]))
-            if flaw is not None:
-                flaws.append(flaw)
-        return flaws
+        holds, size, window = self._device.holds, self._size, self._window
+        found, wrong = holds.__getitem__, []
+        for place, (row, _, start, end, blocks) in enumerate(snapshot.parts):
+            seen = 0 if window is None else max(start - window + 1, 0) // size
+            upto = end if own_too else start
+            full, wanted = upto // size, self._wanted[row]
+            if list(map(found, blocks[seen:full])) != wanted[seen:full]:
+                wrong += [(place, at, upto) for at in range(seen, full) if holds[blocks[at]] != wanted[at]]
+            rest = upto - full * size  # positions of its newest block: filled up to there at least
+            if rest and not wanted[full] - size + rest <= holds[blocks[full]] <= wanted[full]:
+                wrong.append((place, full, upto))
+        if not wrong:
+            return None
+        flaws = (self._judge(snapshot, place, column, upto) for place, column, upto in wrong)
+        return [flaw for flaw in flaws if flaw is not None]
 
-    def write(self, snapshot: Snapshot, *, is_checked: bool) -> list[Flaw]:
+    def write(self, snapshot: Snapshot, *, is_checked: bool) -> list[Flaw] | None:
         """Each row writes positions starts..ends-1. `is_checked`: what stands before them was just read."""
-        plan, table, base, after = snapshot.plan, snapshot.table, snapshot.base, snapshot.after
-        holds, size, count = self._device.holds, self._size, plan.num_decodes
+        holds, writer, size, step = self._device.holds, self._device.writer, self._size, snapshot.plan.step
         holes = [] if is_checked else self._holes(snapshot)
-        starts, chunks = plan.starts, range(count, len(plan.rows))
-        if chunks:
-            starts, after = starts[:count], after[:count]
-        blocks = table.ravel()[self._flat[:count] + self._column.take(starts)]
-        holds[blocks] = after
-        self._device.writer[blocks] = plan.step
-        written = blocks.tolist()
-        for place in chunks:
-            start, end = int(plan.starts[place]), int(plan.ends[place])
-            first, last = start // size, -(-end // size)
-            blocks = table[place, first:last]
-            holds[blocks] = base[place] + np.minimum(self._limits[first:last], end)
-            self._device.writer[blocks] = plan.step
-            written += blocks.tolist()
-        holds[NULL_BLOCK] = NOBODY
-        if holes:
-            holds[holes] = NOBODY
+        written: list[int] = []
+        for _, base, start, end, blocks in snapshot.parts:
+            column = start // size
+            block = blocks[column]
+            while (column := column + 1) * size < end:
+                holds[block] = base + column * size
+                writer[block] = step
+                written.append(block)
+                block = blocks[column]
+            holds[block] = base + end
+            writer[block] = step
+            written.append(block)
+        for block in holes:
+            holds[block] = NOBODY
         distinct = set(written)
-        if len(distinct) == len(written) and NULL_BLOCK not in distinct:
-            return []
-        return self._collisions(plan.step, written)
+        if NULL_BLOCK in distinct or len(distinct) != len(written):
+            holds[NULL_BLOCK] = NOBODY
+            return self._collisions(step, written)
+        if is_checked and len(snapshot.parts) > 1:
+            return self._torn(snapshot, distinct)
+        return None
 
     def offload(self, snapshot: Snapshot) -> None:
         copies = snapshot.plan.offload
@@ -206,27 +196,22 @@ class Contents:
     # ---- ends ------------------------------------------------------------------------------------------------------
 
     def collected(self, snapshot: Snapshot) -> None:
-        """Blocks that the step completed may be shared from now on."""
-        if not self._config.enable_prefix_caching:
-            return
-        plan, rows, table, base = snapshot[:4]
-        before, after = self._column.take(plan.starts), self._column.take(plan.ends)
-        for place in (after > before).nonzero()[0].tolist():
-            row, first = int(plan.rows[place]), int(base[place])
-            for column in range(int(before[place]), int(after[place])):
-                block, full = int(table[place, column]), first + int(self._limits[column])
-                if self._device.holds[block] == full:
-                    self._device.digests[block] = full, self._digest(rows, row, column)
+        """Blocks that the step completed may be shared from now on. Only for engines with prefix caching."""
+        size, holds = self._size, self._device.holds
+        for row, base, start, end, blocks in snapshot.parts:
+            for column in range(start // size, end // size):
+                block, full = blocks[column], base + (column + 1) * size
+                if holds[block] == full:
+                    self._device.digests[block] = full, self._digest(snapshot.state, row, column)
 
     def failed(self, snapshot: Snapshot) -> None:
         """What the step wrote is worth nothing."""
-        plan = snapshot.plan
-        self._device.forget(np.flatnonzero(self._device.writer == plan.step))
-        self._host.forget(np.flatnonzero(self._host.writer == plan.step))
-        for slot, step in enumerate(self._dev_out_step):
-            if step == plan.step:
-                size = self._config.max_num_seqs
-                self._dev_out[slot * size : (slot + 1) * size] = NOBODY
+        step, size = snapshot.plan.step, self._seats
+        self._device.forget(step)
+        self._host.forget(step)
+        for slot, writer in enumerate(self._dev_out_step):
+            if writer == step:
+                self._dev_out[slot * size : (slot + 1) * size] = [NOBODY] * size
 
     @property
     def num_digests(self) -> int:
@@ -239,7 +224,7 @@ class Contents:
         text = f"{token} is neither on the host nor carried over"
         return Flaw(FlawKind.UNWRITTEN, Spot(Memory.DEV_IN, plan.slot), text)
 
-    def _misfit(self, snapshot: Snapshot, place: int) -> list[Flaw]:
+    def _misfit(self, snapshot: Snapshot, place: int) -> Flaw:
         """What is wrong with the carry-over of one decode row."""
         plan = snapshot.plan
         source = int(plan.carry[place])
@@ -247,27 +232,23 @@ class Contents:
         request, position = int(plan.requests[place]), int(plan.starts[place])
         wanted = f"row {index} of what the slot sampled is carried over for position {position} of request {request}"
         spot = Spot(Memory.DEV_OUT, slot)
-        if not 0 <= source < len(self._dev_out) - 1:
-            return [Flaw(FlawKind.UNWRITTEN, spot, f"{wanted}, and there is no such row")]
-        found = int(self._dev_out[source])
-        writer = self._dev_out_step[slot]
-        if found == int(snapshot.base[place]) + position:
-            return []
+        if not 0 <= source < self._end:
+            return Flaw(FlawKind.UNWRITTEN, spot, f"{wanted}, and there is no such row")
+        found, writer = self._dev_out[source], self._dev_out_step[slot]
         if found == NOBODY:
-            return [Flaw(FlawKind.UNWRITTEN, spot, f"{wanted}, and nobody sampled it", writer)]
-        return [Flaw(FlawKind.STALE, spot, f"{wanted}, and it holds {self._name(found)}", writer)]
+            return Flaw(FlawKind.UNWRITTEN, spot, f"{wanted}, and nobody sampled it", writer)
+        return Flaw(FlawKind.STALE, spot, f"{wanted}, and it holds {self._name(found)}", writer)
 
     def _judge(self, snapshot: Snapshot, place: int, column: int, upto: int) -> Flaw | None:
         """What is wrong with a read of one block, if anything is. From then on it counts as right, to be told once."""
-        plan, rows, table, base = snapshot[:4]
-        request, row, size = int(plan.requests[place]), int(plan.rows[place]), self._size
-        block = int(table[place, column])
+        plan, rows = snapshot.plan, snapshot.state
+        row, mine, _, _, blocks = snapshot.parts[place]
+        request, size, block = int(plan.requests[place]), self._size, blocks[column]
         first = max(int(first_visible(plan, self._config)[place]), column * size)
         end = min(upto, (column + 1) * size)
         if first >= end:
             return None
-        found, writer = int(self._device.holds[block]), int(self._device.writer[block])
-        mine = int(base[place])
+        found, writer = self._device.holds[block], self._device.writer[block]
         wanted = f"positions {first}..{end - 1} of request {request}"
         if block == NULL_BLOCK:
             return Flaw(FlawKind.UNWRITTEN, Spot(Memory.KV, block), f"{wanted} have no block")
@@ -275,7 +256,7 @@ class Contents:
             return Flaw(FlawKind.UNWRITTEN, Spot(Memory.KV, block, first % size), f"{wanted} were never written")
         owner, after = divmod(found, self._stride)
         if owner == request and (after - 1) // size == column:
-            self._wanted[row, column] = mine + (column + 1) * size
+            self._wanted[row][column] = mine + (column + 1) * size
             if after >= end:
                 return None
             self._device.holds[block] = mine + end
@@ -291,20 +272,19 @@ class Contents:
                 text = f"{wanted} are shared from request {owner}, whose step is not known to be over"
                 stale = Flaw(FlawKind.EARLY, Spot(Memory.KV, block, first % size), text, writer)
             elif digest == self._digest(rows, row, column):
-                self._wanted[row, column] = found
+                self._wanted[row][column] = found
                 return None
         self._device.holds[block] = mine + end
-        self._wanted[row, column] = mine + (column + 1) * size
+        self._wanted[row][column] = mine + (column + 1) * size
         return stale
 
     def _holes(self, snapshot: Snapshot) -> list[int]:
         """Blocks that a row starts to write to behind a hole: they do not hold its positions up to there."""
-        plan, table, first = snapshot.plan, snapshot.table, snapshot.first
-        blocks = [int(row[start // self._size]) for row, start in zip(table, plan.starts.tolist(), strict=True)]
+        holds, size = self._device.holds, self._size
         return [
-            block
-            for block, start, number in zip(blocks, plan.starts.tolist(), first.tolist(), strict=True)
-            if start % self._size and self._device.holds[block] != number
+            blocks[start // size]
+            for _, base, start, _, blocks in snapshot.parts
+            if start % size and holds[blocks[start // size]] != base + start
         ]
 
     def _collisions(self, step: int, written: list[int]) -> list[Flaw]:
@@ -316,6 +296,16 @@ class Contents:
                 else f"{written.count(block)} rows of the step write to it"
             )
             flaws.append(Flaw(FlawKind.COLLISION, Spot(Memory.KV, block), text, step))
+        return flaws
+
+    def _torn(self, snapshot: Snapshot, written: set[int]) -> list[Flaw]:
+        """Whole blocks that one row reads while another, in the same forward pass, writes to them."""
+        flaws = []
+        for _, _, start, _, blocks in snapshot.parts:
+            seen = 0 if self._window is None else max(start - self._window + 1, 0) // self._size
+            for block in written.intersection(blocks[seen : start // self._size]):
+                text = "one row of the step writes to it and another reads it"
+                flaws.append(Flaw(FlawKind.COLLISION, Spot(Memory.KV, block), text, snapshot.plan.step))
         return flaws
 
     def _digest(self, rows: Rows, row: int, column: int) -> int:
@@ -333,35 +323,19 @@ class _Blocks:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self.holds = np.full(num_blocks + 1, NOBODY)
-        self.writer = np.full(num_blocks + 1, NO_STEP)
+        self.holds = [NOBODY] * (num_blocks + 1)
+        self.writer = [NO_STEP] * (num_blocks + 1)
         self.digests: dict[int, tuple[int, int]] = {}
 
     def copy_from(self, other: _Blocks, sources: IndexArray, targets: IndexArray, step: int) -> None:
-        self.holds[targets] = other.holds[sources]
-        self.writer[targets] = step
-        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-            if source in other.digests:
-                self.digests[target] = other.digests[source]
+        found = [(other.holds[source], other.digests.get(source)) for source in sources.tolist()]
+        for target, (number, digest) in zip(targets.tolist(), found, strict=True):
+            self.holds[target], self.writer[target] = number, step
+            if digest is not None:
+                self.digests[target] = digest
 
-    def forget(self, blocks: IndexArray) -> None:
-        self.holds[blocks] = NOBODY
-
-
-@lru_cache(maxsize=64)
-def _slack(size: int, width: int, window: int | None) -> NDArray[np.uint64]:
-    """By position `upto` and column: how far the number of a block may stay behind that of the full block, uint64.
-
-    0 for a block that a row reads whole, more for its newest block, unlimited for one that it does not read. All
-    depends on the distance `column * size - upto`, so it is a view of a vector, but for narrow tables, where rows are
-    taken faster from a copy.
-    """
-    reach = width * size
-    distance = np.arange(-reach, reach + 1)
-    slack = np.clip(distance + size, 0, None).astype(np.uint64)
-    slack[distance >= 0] = UNLIMITED
-    if window is not None:
-        slack[distance <= 1 - window - size] = UNLIMITED
-    step = slack.itemsize
-    view = as_strided(slack[reach:], shape=(reach + 1, width), strides=(-step, size * step), writeable=False)
-    return view if width > WIDE_TABLE else np.ascontiguousarray(view)
+    def forget(self, step: int) -> None:
+        """What a step wrote is gone."""
+        for block, writer in enumerate(self.writer):
+            if writer == step:
+                self.holds[block] = NOBODY

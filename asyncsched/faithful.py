@@ -13,6 +13,7 @@ batches.
 
 from __future__ import annotations
 
+from itertools import chain
 from operator import mul
 from typing import NamedTuple
 
@@ -73,6 +74,9 @@ class FaithfulExecutor:
         self.dev_in = [SlotInputs(config, mirror) for _ in range(config.depth)]
         self._weights = weights(config.max_blocks_per_seq * size)
         self._window = config.sliding_window or config.max_model_len  # which is all
+        self._size = size
+        self._seats = config.max_num_seqs
+        self._vocab_size = config.vocab_size
         self._faults = {fault.step: fault for fault in faults}
         self.lanes = Lanes(
             adversary,
@@ -161,16 +165,22 @@ class FaithfulExecutor:
         """Applies changes of block tables; overwrites placeholders by tokens that are still on the device."""
         if ticket.broken is OpKind.FORWARD:
             return
-        plan = ticket.plan
-        dev_in, seats = self.dev_in[plan.slot], self.config.max_num_seqs
+        plan, dev_in = ticket.plan, self.dev_in[ticket.plan.slot]
         dev_in.use((plan.bucket, plan.mixed_bucket))
         dev_in.table.reshape(-1)[dev_in.changes_at] = dev_in.changes_to
-        for place, source in enumerate(dev_in.carry[: plan.num_tokens].tolist()):
-            if source >= 0:
-                token = self.dev_out[source // seats][source % seats]
-                if token == NO_OUTPUT:
-                    self.unwritten.append(UnwrittenRead(plan.step, int(plan.requests[place]), int(plan.starts[place])))
-                dev_in.token_ids[place] = token
+        mask = dev_in.carry[: plan.num_tokens].tolist()
+        if not mask or max(mask) < 0:
+            return
+        try:
+            for place, source in enumerate(mask):
+                if source >= 0:
+                    token = self.dev_out[source // self._seats][source % self._seats]
+                    if token == NO_OUTPUT:
+                        request, position = plan.requests.item(place), plan.starts.item(place)
+                        self.unwritten.append(UnwrittenRead(plan.step, request, position))
+                    dev_in.token_ids[place] = token
+        except IndexError:
+            raise IllegalAccessError(f"the carry-over of step {plan.step} leaves its buffers") from None
 
     def _forward(self, ticket: Ticket) -> None:
         if ticket.broken is not OpKind.FORWARD:
@@ -182,29 +192,33 @@ class FaithfulExecutor:
     def _compute(self, ticket: Ticket) -> None:
         """Writes the keys of all query tokens and samples; reads nothing but the device's copies."""
         plan = ticket.plan
-        num_seqs, num_tokens = max(len(plan.rows), plan.bucket), max(plan.num_tokens, plan.bucket)
-        dev_in, kv, size, epoch = self.dev_in[plan.slot], self.kv, self.config.block_size, ticket.epoch
+        num_seqs, num_tokens = len(plan.rows), plan.num_tokens
+        if plan.bucket:
+            num_seqs = num_tokens = max(num_seqs, plan.bucket)
+        dev_in, kv, size, epoch = self.dev_in[plan.slot], self.kv, self._size, ticket.epoch
         dev_in.use((plan.bucket, plan.mixed_bucket))
         tokens, positions = dev_in.token_ids[:num_tokens].tolist(), dev_in.positions[:num_tokens].tolist()
         targets, starts = dev_in.kv_positions[:num_tokens].tolist(), dev_in.query_start[: num_seqs + 1].tolist()
         rows, lengths = dev_in.rows[:num_seqs].tolist(), dev_in.seq_lens[:num_seqs].tolist()
-        keys = []
+        keys: list[int] = []
         for target in targets:  # rows run at the same time: what one writes, no other may read
             kv[target // size][target % size] = UNWRITTEN
-        for seq in range(num_seqs):
-            first, last = starts[seq], starts[seq + 1]
-            past = lengths[seq] - (last - first)
-            digest = self._look_back(plan, seq, rows[seq], past) if past > 0 else 0
+        first = starts[0]
+        for seq, row in enumerate(rows):
+            last = starts[seq + 1]
+            past = lengths[seq] - last + first
+            digest = self._look_back(plan, seq, row, past) if past > 0 else 0
             for query in range(first, last):
                 key = new_key(tokens[query], positions[query], digest, epoch)
                 target = targets[query]
                 kv[target // size][target % size] = key
                 keys.append(key)
                 if query + 1 < last:  # the next query sees this one, through the table
-                    digest = self._move_on(dev_in, rows[seq], past + query - first, digest)
+                    digest = self._move_on(dev_in, row, past + query - first, digest)
+            first = last
         if plan.bucket > len(plan.rows):
             kv[NULL_BLOCK] = [UNWRITTEN] * size  # whatever padding writes there, nobody may read
-        out, vocab_size = self.dev_out[plan.slot], self.config.vocab_size
+        out, vocab_size = self.dev_out[plan.slot], self._vocab_size
         for place, at in enumerate(dev_in.logits_at[: len(plan.sampled)].tolist()):
             out[place] = sample(keys[at], vocab_size)
         if ticket.bad_token is not None:
@@ -212,12 +226,11 @@ class FaithfulExecutor:
 
     def _look_back(self, plan: StepPlan, seq: int, row: int, past: int) -> int:
         """The digest of what a query at position `past` sees before it."""
-        kv, size = self.kv, self.config.block_size
+        size = self._size
         seen = max(past - self._window + 1, 0)
         skipped = seen // size
-        history: list[int] = []
-        for block in self.dev_in[plan.slot].table[row, skipped : -(-past // size)].tolist():
-            history += kv[block]
+        blocks = self.dev_in[plan.slot].table[row, skipped : -(-past // size)].tolist()
+        history = list(chain.from_iterable(map(self.kv.__getitem__, blocks)))
         history = history[seen - skipped * size : past - skipped * size]
         if not all(history):
             request = int(plan.requests[seq]) if seq < len(plan.rows) else NOBODY
@@ -231,8 +244,8 @@ class FaithfulExecutor:
         return digest - self._term(dev_in, row, leaving) if leaving >= 0 else digest
 
     def _term(self, dev_in: SlotInputs, row: int, position: int) -> int:
-        column, offset = divmod(position, self.config.block_size)
-        return self._weights[position] * self.kv[int(dev_in.table[row, column])][offset]
+        column, offset = divmod(position, self._size)
+        return self._weights[position] * self.kv[dev_in.table.item(row, column)][offset]
 
     def _d2h(self, ticket: Ticket) -> None:
         if ticket.broken is not OpKind.D2H:

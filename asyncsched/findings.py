@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from asyncsched.accesses import OF_SLOT, Memory, Spot
+from asyncsched.clocks import COLLECTED, NEVER, Problem, Trouble
 from asyncsched.contents import Flaw, FlawKind
 from asyncsched.flights import Flight, Race, Where
-from asyncsched.order import COLLECTED, NEVER, Problem, Trouble
 from asyncsched.program import Event, Lane, OpKind
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import add
+from operator import add, le
 from typing import NamedTuple
 
 from asyncsched.accesses import OF_BLOCKS, OF_SLOT, Access, Memory, Spot, expand, overlap
+from asyncsched.clocks import Clock, Shape
 from asyncsched.config import EngineConfig
 from asyncsched.contents import Snapshot
-from asyncsched.order import Clock, Shape
 from asyncsched.program import Buffer, BufferKind, Event, Lane, OpKind
 
 WORDS = {OpKind.H2D: "h2d copy", OpKind.D2H: "d2h copy", OpKind.CARRY: "carry-over"}
@@ -28,13 +28,21 @@ class Where(NamedTuple):
         return f"{what}step {self.step}"
 
 
+class Units(NamedTuple):
+    """Buffers of slots, KV blocks and host KV blocks."""
+
+    slots: set[Buffer]
+    kv: set[int]
+    host_kv: set[int]
+
+
 class Flight:
     """A launched step. `start` and `end` count the operations of each lane before it and with it.
 
     `sources` has a bit for each slot that it carries over from.
     """
 
-    __slots__ = ("_expanded", "end", "is_in_flight", "shape", "snapshot", "sources", "start", "step")
+    __slots__ = ("_expanded", "_written", "end", "is_in_flight", "shape", "snapshot", "sources", "start", "step")
 
     def __init__(self, snapshot: Snapshot, shape: Shape, start: Clock, sources: int) -> None:
         self.snapshot = snapshot
@@ -42,12 +50,13 @@ class Flight:
         self.step = snapshot.plan.step
         self.start = start
         self.end: Clock = tuple(map(add, start, shape.counts))
+        self._written: Units | None = None
         self.sources = sources
         self.is_in_flight = True
         self._expanded: dict[tuple[Buffer, bool], Access] | None = None
 
     def is_over(self, known: Clock) -> bool:
-        return all(map(int.__le__, self.end, known))
+        return all(map(le, self.end, known))
 
     def where(self, place: int) -> Where:
         op = self.shape.ops[place]
@@ -77,6 +86,32 @@ class Flight:
             access = expand(self.snapshot.plan, buffer, writes, self.snapshot.table, config)
             self._expanded[buffer, writes] = access
         return access
+
+    def written(self, config: EngineConfig) -> Units:
+        """What its operations write."""
+        if self._written is None:
+            slots = {buffer for buffers in self.shape.slot_writes for buffer in buffers}
+            blocks: dict[Memory, set[int]] = {Memory.KV: set(), Memory.HOST_KV: set()}
+            for place in range(self.shape.num_launched):
+                for buffer, writes in self.kv(place):
+                    if writes:
+                        blocks[OF_BLOCKS[buffer.kind]].update(self.expanded(buffer, True, config).units.tolist())
+            self._written = Units(slots, blocks[Memory.KV], blocks[Memory.HOST_KV])
+        return self._written
+
+    def may_meet(self, units: Units) -> bool:
+        """Whether it may touch any of these: quick, and true a little too often."""
+        sources = self.sources and any(b.kind is BufferKind.DEV_OUT and self.sources >> b.slot & 1 for b in units.slots)
+        if sources or not units.slots.isdisjoint(self.shape.slot_buffers):
+            return True
+        plan, kv = self.snapshot.plan, units.kv
+        if kv and not all(map(kv.isdisjoint, (blocks for *_, blocks in self.snapshot.parts))):
+            return True
+        if not len(plan.offload.host) and not len(plan.restore.host):
+            return False
+        copied = {*plan.offload.device.tolist(), *plan.restore.device.tolist()}
+        on_host = {*plan.offload.host.tolist(), *plan.restore.host.tolist()}
+        return not (kv.isdisjoint(copied) and units.host_kv.isdisjoint(on_host))
 
     def event_after(self, place: int) -> Event | None:
         """What the program records next on the lane of an operation."""

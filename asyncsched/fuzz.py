@@ -10,7 +10,8 @@ import gc
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from asyncsched.adversary import Adversary, Eager, Lazy, Seeded
@@ -101,23 +102,28 @@ class _Run:
         self.inbox = Inbox()
         self._commands = deque(scenario.commands)
         self._epoch = 0
+        self._paused = False
 
     def to_the_end(self) -> None:
         scheduler, executor, checker, hazards = self.scheduler, self.executor, self.checker, self.hazards
         commands, rows = self._commands, scheduler.rows
         loop = pipeline(scheduler, self.inbox)
+        send = loop.send
         reply: object = None
         while True:
-            while commands and commands[0].at <= scheduler.plans:
+            if commands and commands[0].at <= scheduler.plans:
                 self._enter(commands.popleft())
+                continue
             try:
-                effect = loop.send(reply)
+                effect = send(reply)
             except StopIteration:
                 break
             reply = None
             if isinstance(effect, Host):
                 if effect.kind == "plan":
                     executor.epoch = self._epoch  # commands that came before this plan have been applied
+                    if self._paused:
+                        raise FindingError("pause", f"step {effect.plan.step} is planned while the engine is paused")
                     checker.planned(effect.plan, self._epoch)
                     hazards.planned(effect.plan, rows)
             elif isinstance(effect, Launch):
@@ -152,6 +158,7 @@ class _Run:
             self.inbox.put(Abort(command.request_id))
         else:
             self.inbox.put(CONTROLS[command.kind])
+            self._paused = command.kind != "resume"
             self.checker.counts["pauses"] += command.kind == "pause"
             if command.kind == "clear":
                 self.checker.counts["clears"] += 1
@@ -169,6 +176,7 @@ class _Run:
                 self._enter(commands.popleft())
         elif self.scheduler.is_paused and self.scheduler.has_requests:
             self.inbox.put(Resume())
+            self._paused = False
         elif self.inbox.closed:
             raise FindingError("I8", f"the inbox is closed and the loop does not end: {self.scheduler.counts}")
         else:
@@ -186,11 +194,15 @@ def _adversary(scenario: Scenario) -> Adversary:
 
 @dataclass(frozen=True, slots=True)
 class FuzzReport:
-    """Episodes of consecutive seeds, in numbers. `counts` says what was exercised, `failure` how it ended early."""
+    """Episodes of consecutive seeds, in numbers. `counts` says what was exercised, `failure` how it ended early.
+
+    cpu_seconds  of this process: what `seconds` would be on a machine that does nothing else
+    """
 
     episodes: int
     steps: int
     seconds: float
+    cpu_seconds: float
     counts: dict[str, int]
     failure: Failure | None = None
 
@@ -205,6 +217,7 @@ class Failure:
     shrunk_finding: Finding
 
 
+COLLECT_EVERY = 64  # episodes; looking for garbage all the time would take a twentieth of it
 RERUN_EVERY = 64  # an episode whose seed is a multiple of this runs twice, and must do the same (I9)
 
 
@@ -221,11 +234,20 @@ def fuzz(
 
     `progress` is told episodes, steps and seconds after each episode. Second runs count as steps, not as episodes.
     """
-    options = options or FuzzOptions()
-    gc.collect()
-    gc.freeze()  # what is there by now stays; collecting it again and again would take a tenth of the time
+    with _garbage_waits():
+        return _fuzz(seed, options or FuzzOptions(), episodes, steps, seconds, progress)
+
+
+def _fuzz(
+    seed: int,
+    options: FuzzOptions,
+    episodes: int | None,
+    steps: int | None,
+    seconds: float | None,
+    progress: Callable[[int, int, float], None] | None,
+) -> FuzzReport:
     counts = dict.fromkeys(COUNTED, 0)
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     done = total = 0
     while True:
         scenario = draw_scenario(seed + done, options)
@@ -238,11 +260,14 @@ def fuzz(
             if again != episode:
                 finding = Finding("I9", "a second run of the same scenario differs", episode.steps)
         done += 1
+        if done % COLLECT_EVERY == 0:
+            gc.collect()
+            gc.freeze()  # what is there by now stays
         for name, count in episode.counts.items():
             counts[name] += count
-        elapsed = time.perf_counter() - start
+        elapsed, on_cpu = time.perf_counter() - start, time.process_time() - cpu_start
         if finding is not None:
-            return FuzzReport(done, total, elapsed, counts, _failure(seed + done - 1, scenario, finding))
+            return FuzzReport(done, total, elapsed, on_cpu, counts, _failure(seed + done - 1, scenario, finding))
         if progress is not None:
             progress(done, total, elapsed)
         if (
@@ -250,7 +275,22 @@ def fuzz(
             or (steps is not None and total >= steps)
             or (seconds is not None and elapsed >= seconds)
         ):
-            return FuzzReport(done, total, elapsed, counts)
+            return FuzzReport(done, total, elapsed, on_cpu, counts)
+
+
+@contextmanager
+def _garbage_waits() -> Iterator[None]:
+    """Python looks for no garbage by itself meanwhile."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 def _failure(seed: int, scenario: Scenario, finding: Finding) -> Failure:

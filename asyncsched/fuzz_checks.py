@@ -66,6 +66,7 @@ class Checker:
         self.digest = 0
         config = self._config = scenario.config
         self._most_tokens, self._most_seqs = config.max_num_batched_tokens, config.max_num_seqs
+        self._vocab_size, self._depth = config.vocab_size, config.depth
         self._lost = Quarantine(config, scheduler)
         self._requests = Requests(config, self.counts, self._lost, lambda: scheduler.residency.pool.num_usable)
         self._tracks = self._requests.tracks
@@ -102,15 +103,24 @@ class Checker:
         if self._aborting:
             self._aborting = False
             self._requests.check_aborted()
-        numbers, starts, ends = plan.requests.tolist(), plan.starts.tolist(), plan.ends.tolist()
+        rows, numbers, starts, ends = (
+            plan.rows.tolist(),
+            plan.requests.tolist(),
+            plan.starts.tolist(),
+            plan.ends.tolist(),
+        )
         self.digest = hash((self.digest, *numbers, *ends))
-        self._check_size(plan, sum(ends) - sum(starts), len(numbers))
+        num_tokens, num_seqs = sum(ends) - sum(starts), len(rows)
+        if num_tokens != plan.num_tokens or num_tokens > self._most_tokens or num_seqs > self._most_seqs:
+            fail("I7", f"step {plan.step} has {num_tokens} tokens in {num_seqs} rows, announced {plan.num_tokens}")
+        if num_seqs > 1 and len(set(rows)) != num_seqs:
+            fail("I7", f"step {plan.step} names a row twice: {rows}")
         if plan.sampled is plan.rows:
             sampled, sampled_ends = numbers, ends
         else:
-            by_row = dict(zip(plan.rows.tolist(), numbers, strict=True))
+            by_row = dict(zip(rows, numbers, strict=True))
             sampled, sampled_ends = [by_row[row] for row in plan.sampled.tolist()], plan.sampled_ends.tolist()
-        self._count_plan(plan, numbers, starts)
+        self._count_plan(plan, rows, numbers, starts)
         tracks, step = self._tracks, plan.step
         for number, start, end in zip(numbers, starts, ends, strict=True):
             track = tracks[number]
@@ -125,8 +135,8 @@ class Checker:
                 fail("I6", f"step {step} samples position {end} of request {number} out of turn")
             track.sampled.append(epoch)
         self._in_flight[step] = plan, sampled
-        if len(self._in_flight) > self._config.depth:
-            fail("I7", f"{len(self._in_flight)} steps in flight at depth {self._config.depth}")
+        if len(self._in_flight) > self._depth:
+            fail("I7", f"{len(self._in_flight)} steps in flight at depth {self._depth}")
         if self._lost.slots:
             self._lost.check(plan)
 
@@ -144,10 +154,12 @@ class Checker:
         else:
             tokens = result.tolist()
             self.digest = hash((self.digest, *tokens))
-            for number, token in zip(sampled, tokens, strict=True):
-                if not 0 <= token < self._config.vocab_size and self._tracks[number].notice is None:
-                    self.counts["bad_tokens"] += 1
-                    self._hit([number], f"sampled token {token} is outside the vocabulary of {self._config.vocab_size}")
+            if len(tokens) != len(sampled):
+                fail("fault", f"step {plan.step} samples for {len(sampled)} rows and gives {len(tokens)} tokens")
+            if self._requests.some_match:
+                self._feed(sampled, tokens)
+            if tokens and (min(tokens) < 0 or max(tokens) >= self._vocab_size):
+                self._hit_by_tokens(sampled, tokens)
         if self.executor.unwritten:
             self._check_reads(plan.step)
 
@@ -155,9 +167,9 @@ class Checker:
         requests, counts = self._requests, self.counts
         settling = self._settling if output.step >= 0 else None
         if settling is not None:
-            overshoot = 0
+            overshoot, tracks = 0, self._tracks
             for number in settling[1]:
-                notice = self._tracks[number].notice
+                notice = tracks[number].notice
                 if notice is not None and notice.reason is FinishReason.STOP:
                     overshoot += 1
             if overshoot != output.overshoot and not self._failed:
@@ -170,6 +182,8 @@ class Checker:
         for finished in output.finished:
             requests.notice(finished, self._causes)
         if settling is not None:
+            if self._requests.some_match:
+                self._check_held_back(settling[1])
             self._settled(output.step)
 
     def idle(self, inbox: int) -> None:
@@ -201,23 +215,17 @@ class Checker:
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
-    def _check_size(self, plan: StepPlan, num_tokens: int, num_seqs: int) -> None:
-        if num_tokens != plan.num_tokens or num_tokens > self._most_tokens or num_seqs > self._most_seqs:
-            fail("I7", f"step {plan.step} has {num_tokens} tokens in {num_seqs} rows, announced {plan.num_tokens}")
-        if not num_seqs:
-            if not len(plan.offload.host):
-                fail("I7", f"step {plan.step} is empty")
-            self.counts["copy_only_steps"] += 1
-        elif num_seqs > 1 and len(set(plan.rows.tolist())) != num_seqs:
-            fail("I7", f"step {plan.step} names a row twice: {plan.rows.tolist()}")
-
-    def _count_plan(self, plan: StepPlan, numbers: list[int], starts: list[int]) -> None:
+    def _count_plan(self, plan: StepPlan, rows: list[int], numbers: list[int], starts: list[int]) -> None:
         counts, n = self.counts, plan.num_decodes
         if n:
             counts["carried_tokens"] += n - plan.carry.tolist().count(-1)
+        elif not rows:
+            if not len(plan.offload.host):
+                fail("I7", f"step {plan.step} is empty")
+            counts["copy_only_steps"] += 1
         if n < len(starts):
             counts["prefill_chunks"] += len(starts) - n
-            for number, row, start in zip(numbers[n:], plan.rows.tolist()[n:], starts[n:], strict=True):
+            for number, row, start in zip(numbers[n:], rows[n:], starts[n:], strict=True):
                 if start and start != self._tracks[number].end:  # it did not begin at 0, and does not go on
                     blocks = self.scheduler.rows.blocks_of(row)
                     counts["prefix_hits"] += not set(blocks).intersection(plan.restore.device.tolist())
@@ -232,6 +240,25 @@ class Checker:
             self._preemptions = preemptions
             waiting = sum(request.status is Status.WAITING for request in self.scheduler._draining)
             counts["evictions_in_flight"] += waiting
+
+    def _feed(self, sampled: list[int], tokens: list[int]) -> None:
+        for number, token in zip(sampled, tokens, strict=True):
+            track = self._tracks[number]
+            if track.matcher is not None and track.notice is None:
+                track.feed(token)
+
+    def _check_held_back(self, numbers: list[int]) -> None:
+        """What may still become a stop string is held back, and nothing else is."""
+        for number in numbers:
+            track = self._tracks[number]
+            if track.matcher is not None and track.notice is None and track.got != track.safe:
+                fail("hold-back", f"request {number} got {track.got} of {track.settled} tokens; {track.safe} are safe")
+
+    def _hit_by_tokens(self, sampled: list[int], tokens: list[int]) -> None:
+        for number, token in zip(sampled, tokens, strict=True):
+            if not 0 <= token < self._vocab_size and self._tracks[number].notice is None:
+                self.counts["bad_tokens"] += 1
+                self._hit([number], f"sampled token {token} is outside the vocabulary of {self._vocab_size}")
 
     def _hit(self, numbers: list[int], cause: str) -> None:
         """A fault hits these requests, as far as they have not ended."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from asyncsched.config import EngineConfig
 from asyncsched.fuzz_accounts import Quarantine, fail
 from asyncsched.fuzz_scenario import Submission
-from asyncsched.oracle import Reference
+from asyncsched.oracle import PatternMatcher, Reference
 from asyncsched.request import Finished, FinishReason
 
 
@@ -19,14 +19,31 @@ class Track:
     got       output tokens handed out
     notice    the last word about it
     cause     the message its notice must have, once a fault has hit it
+    matcher   of its stop pattern, if it has one; `safe` output tokens so far can't become part of a match any more
     """
 
-    __slots__ = ("cause", "end", "got", "most_end", "notice", "number", "prompt", "reference", "sampled", "spec")
+    __slots__ = (
+        "cause",
+        "end",
+        "got",
+        "matcher",
+        "most_end",
+        "notice",
+        "number",
+        "outputs",
+        "prompt",
+        "reference",
+        "safe",
+        "sampled",
+        "settled",
+        "spec",
+    )
 
     def __init__(self, number: int, spec: Submission, reference: Reference) -> None:
         self.number = number
         self.spec = spec
         self.reference = reference
+        self.outputs = reference.outputs
         self.prompt = len(spec.prompt)
         self.most_end = self.prompt + spec.max_tokens - 1
         self.sampled: list[int] = []
@@ -34,12 +51,21 @@ class Track:
         self.got = 0
         self.notice: Finished | None = None
         self.cause: str | None = None
+        self.matcher = PatternMatcher(spec.pattern) if spec.pattern else None
+        self.settled = 0
+        self.safe = 0
+
+    def feed(self, token: int) -> None:
+        """One more output token is known. Only for requests with a matcher."""
+        assert self.matcher is not None
+        self.settled += 1
+        self.safe = self.settled - self.matcher.feed(token).held
 
     def expected(self, count: int) -> list[int]:
         """The first `count` output tokens of the request alone; fewer where it ends sooner or none was sampled."""
-        outputs = self.reference.outputs
-        while len(outputs) < count and self.reference.reason is None and len(outputs) < len(self.sampled):
-            self.reference.advance(self.sampled[len(outputs)])
+        alone, outputs, sampled = self.reference, self.outputs, self.sampled
+        while (at := len(outputs)) < count and alone.reason is None and at < len(sampled):
+            alone.advance(sampled[at])
         return outputs[:count]
 
 
@@ -56,6 +82,7 @@ class Requests:
         self._num_usable = num_usable
         self._aborts: list[tuple[str, int]] = []  # to be seen before the next plan: id, requests submitted by then
         self._aborted_ids: set[str] = set()
+        self.some_match = False  # some request has a stop pattern
 
     # ---- what enters -----------------------------------------------------------------------------------------------
 
@@ -66,6 +93,7 @@ class Requests:
         )
         self.tracks.append(Track(len(self.tracks), spec, alone))
         self._counts["requests"] += 1
+        self.some_match = self.some_match or bool(spec.pattern)
 
     def aborting(self, request_id: str) -> None:
         self._aborts.append((request_id, len(self.tracks)))
@@ -86,7 +114,7 @@ class Requests:
         track = self.tracks[number]
         if track.notice is not None:
             fail("I6", f"request {number} gets token {token} after its {track.notice.reason.value} notice")
-        outputs, at = track.reference.outputs, track.got
+        outputs, at = track.outputs, track.got
         track.got = at + 1
         if len(outputs) <= at and len(track.expected(at + 1)) <= at:
             fail("I5", f"request {number} gets output {at}, {token}, which is one too many")
@@ -119,7 +147,7 @@ class Requests:
         alone = track.expected(len(tokens))
         if tokens != alone:
             fail("I1", f"request {track.number} ends ({notice.reason.value}) with {tokens}; alone with {alone}")
-        if track.got > len(tokens):
+        if track.got != len(tokens):
             fail("I6", f"request {track.number} got {track.got} tokens, its notice has {len(tokens)}")
 
     def _check_finish(self, track: Track, notice: Finished) -> None:

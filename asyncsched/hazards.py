@@ -3,7 +3,7 @@
 Give it what a driver of the pipeline sees, when it sees it: a plan is made, its program is launched, its step is
 collected or fails. It reports
 
-* two accesses to one slot buffer or KV position, at least one of them a write, that nothing orders (order.py says what
+* two accesses to one slot buffer or KV position, at least one of them a write, that nothing orders (clocks.py says what
   orders);
 * reads of what nobody wrote, or of what was written for another step, request or position (contents.py);
 * waits for events that nobody recorded, or that a later step recorded again;
@@ -24,16 +24,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from operator import add
+from functools import lru_cache, partial, reduce
+from operator import add, or_
 from typing import NamedTuple
 
 from asyncsched import findings
+from asyncsched.clocks import HOST, LANES, Clock, Edge, KvOp, Problem, Shape, Trouble
 from asyncsched.config import EngineConfig
 from asyncsched.contents import Contents, Flaw, Snapshot
 from asyncsched.findings import Finding, FindingKind
 from asyncsched.flights import Flight, Race, kv_races, slot_race
-from asyncsched.order import HOST, LANES, MAX_TEMPLATES, Clock, Edge, KvOp, Move, Order, Problem, Shape, Trouble
+from asyncsched.order import MAX_TEMPLATES, Move, Order
 from asyncsched.plan import StepPlan
 from asyncsched.program import BufferKind, StepProgram, Template
 from asyncsched.rows import Rows
@@ -52,6 +53,9 @@ class HazardChecker:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self._seats = config.max_num_seqs
+        self._end = config.max_num_seqs * config.depth  # of all slots' rows
+        self._shares = config.enable_prefix_caching
         self.findings: list[Finding] = []
         self.counts: Counter[FindingKind] = Counter()
         self._needed: dict[Edge, Callable[[], Finding]] = {}
@@ -76,17 +80,21 @@ class HazardChecker:
     def launched(self, program: StepProgram) -> None:
         """The host did and enqueued `program.template.launched`, in order."""
         template, plan = program
-        known = self._known.get(id(template)) or self._learn(template)
+        _, shape, actions, _ = self._known.get(id(template)) or self._learn(template)
         snapshot = self._planned.pop(plan.step, None)
         if snapshot is None:
             raise ValueError(f"step {plan.step} is launched, but `planned` was not called for it")
-        if len(self._in_flight) >= MAX_IN_FLIGHT:
+        in_flight = self._in_flight
+        if len(in_flight) >= MAX_IN_FLIGHT:
             raise ValueError(f"{MAX_IN_FLIGHT} steps are in flight: collect them, or report that they failed")
-        shape, sources = known.shape, self._sources(plan)
+        sources = 0  # slots that the carry-over reads, a bit for each; those that do not exist are for contents.py
+        for source in snapshot.carry:
+            if 0 <= source < self._end:
+                sources |= 1 << source // self._seats
         flight = Flight(snapshot, shape, self._issued, sources)
-        move = self._order.launch(shape, sources, len(self._in_flight))
+        move = self._order.launch(shape, sources, len(in_flight))
         self._issued = flight.end
-        self._in_flight.append(plan.step)
+        in_flight.append(plan.step)
         self._window.append(flight)
         if move.problems or move.needed:
             self._explain(flight, move)
@@ -95,9 +103,9 @@ class HazardChecker:
             self._check_kv_order(flight, move)
         if self._stuck:
             self._check_quarantine(flight)
-        for place, action in known.actions:
-            flaws = action(self._contents, snapshot)
-            if flaws:
+        contents = self._contents
+        for place, action in actions:
+            if flaws := action(contents, snapshot):
                 self._report_flaws(flight, place, flaws)
 
     def collected(self, step: StepProgram | StepPlan) -> None:
@@ -106,7 +114,8 @@ class HazardChecker:
         move = self._order.collect(flight.shape, tag)
         if move.problems or move.needed:
             self._explain(flight, move)
-        self._contents.collected(flight.snapshot)
+        if self._shares:
+            self._contents.collected(flight.snapshot)
         self._land(flight, tag)
 
     def failed(self, step: StepProgram | StepPlan, *, stuck: bool = False) -> None:
@@ -153,22 +162,28 @@ class HazardChecker:
     # ---- conflicts -------------------------------------------------------------------------------------------------
 
     def _check_kv_order(self, flight: Flight, move: Move) -> None:
-        races = list(self._kv_races(flight, move.kv))
+        met: dict[tuple[int, int, int], list[Race]] = {}  # without one edge or another it is mostly the same pairs
+        races = list(self._kv_races(flight, move.kv, met))
         for race in races:
             self._report(FindingKind.UNORDERED, partial(findings.of_race, flight, race, self._found(move)))
         pairs = {(race.earlier.step, race.earlier_op, race.op) for race in races}
         for edge, ops in move.what_if_kv:
-            for race in self._kv_races(flight, ops):
+            for race in self._kv_races(flight, ops, met):
                 if (race.earlier.step, race.earlier_op, race.op) not in pairs:
                     self._needed[edge] = partial(findings.of_race, flight, race, self._found(move))
                     self._order.answer(edge)
                     break
 
-    def _kv_races(self, flight: Flight, ops: tuple[KvOp, ...]) -> Iterator[Race]:
+    def _kv_races(
+        self, flight: Flight, ops: tuple[KvOp, ...], met: dict[tuple[int, int, int], list[Race]]
+    ) -> Iterator[Race]:
         for op in ops:
             for earlier, place in _unordered(self._window, flight, op.op, self._absolute(flight, op)):
                 if place in earlier.shape.kv_ops:
-                    yield from kv_races(earlier, place, flight, op.op, self.config)
+                    key = earlier.step, place, op.op
+                    if key not in met:
+                        met[key] = kv_races(earlier, place, flight, op.op, self.config)
+                    yield from met[key]
 
     def _absolute(self, flight: Flight, op: KvOp | Problem) -> Clock:
         """The clock of an operation that is being enqueued, by numbers since the beginning."""
@@ -177,6 +192,8 @@ class HazardChecker:
 
     def _check_quarantine(self, flight: Flight) -> None:
         for stuck in self._stuck:
+            if not flight.may_meet(stuck.written(self.config)):
+                continue
             for place in range(stuck.shape.num_launched):
                 for op in range(flight.shape.num_launched):
                     slots = [slot_race(stuck, place, flight, op, b) for b in stuck.shape.slot_writes[place]]
@@ -222,40 +239,37 @@ class HazardChecker:
     def _learn(self, template: Template) -> _Known:
         if len(self._known) >= MAX_TEMPLATES:
             self._known.clear()
-        known = self._known[id(template)] = _known(template)._replace(template=template)
+        known = _by_identity.get(id(template))
+        if known is None:
+            if len(_by_identity) >= MAX_TEMPLATES:
+                _by_identity.clear()
+            known = _by_identity[id(template)] = _known(template)._replace(template=template)
+        self._known[id(template)] = known
         if known.num_slots > self.config.depth:
             raise ValueError(f"a program uses slot {known.num_slots - 1}, and depth is {self.config.depth}")
         self._order.question(known.shape.edges)
         return known
 
-    def _sources(self, plan: StepPlan) -> int:
-        """Slots that the carry-over reads, a bit for each; those that do not exist are for contents.py to report."""
-        size, bits = self.config.max_num_seqs, 0
-        for slot in {source // size for source in plan.carry.tolist()}:
-            if 0 <= slot < self.config.depth:
-                bits |= 1 << slot
-        return bits
-
     def _flight(self, step: StepProgram | StepPlan) -> tuple[Flight, int]:
-        number = step.step if isinstance(step, StepPlan) else step.plan.step
+        number, in_flight = step.step if isinstance(step, StepPlan) else step.plan.step, self._in_flight
         for flight in self._window:
             if flight.step == number and flight.is_in_flight:
-                return flight, self._in_flight.index(number)
+                return flight, in_flight.index(number)
         raise ValueError(f"step {number} is not in flight")
 
     def _land(self, flight: Flight, tag: int) -> None:
         """A step is no more in flight. Forgets steps with which nothing later can conflict."""
         flight.is_in_flight = False
         del self._in_flight[tag]
-        known = tuple(map(add, self._issued, self._order.situation.known))
-        window = [other for other in self._window if other.is_in_flight or not other.is_over(known)]
-        if len(window) - len(self._in_flight) > MAX_DISORDERED:
-            window.remove(next(other for other in window if not other.is_in_flight))
-        self._window = window
-        lanes = 0
-        for other in window:
-            lanes |= other.shape.kv_lanes
-        self._kv_lanes = lanes
+        known, window = tuple(map(add, self._issued, self._order.situation.known)), self._window
+        if flight.is_over(known):
+            window.remove(flight)
+        if len(window) != len(self._in_flight):  # who was kept before may be over by now
+            window[:] = [other for other in window if other.is_in_flight or not other.is_over(known)]
+            if len(window) - len(self._in_flight) > MAX_DISORDERED:
+                window.remove(next(other for other in window if not other.is_in_flight))
+        if self._kv_lanes & (self._kv_lanes - 1):
+            self._kv_lanes = reduce(or_, (other.shape.kv_lanes for other in window), 0)
 
 
 def _unordered(window: Iterable[Flight], flight: Flight, op: int, known: Clock) -> Iterator[tuple[Flight, int]]:
@@ -357,6 +371,9 @@ class _Known(NamedTuple):
     shape: Shape
     actions: tuple[tuple[int, Action], ...]
     num_slots: int
+
+
+_by_identity: dict[int, _Known] = {}  # each keeps its template, so that the identity stays its own
 
 
 @lru_cache(maxsize=MAX_TEMPLATES)

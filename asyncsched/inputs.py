@@ -24,6 +24,7 @@ from asyncsched.plan import NO_SOURCE, StepPlan
 from asyncsched.rows import Rows
 
 PLACEHOLDER = 0  # stands for the token that carry-over fills in
+NO_SOURCES = np.array(NO_SOURCE)  # numpy takes it faster than a Python int
 
 Int32s = NDArray[np.int32]
 Allocate = Callable[[int], Int32s]
@@ -87,7 +88,8 @@ class SlotInputs:
         self._nowhere = self.table.size - 1
         self._state = rows
         self._changes = rows.journal()
-        self._ramp = np.arange(self._full[1] + 1, dtype=np.int32)
+        self._size = np.array(config.block_size, dtype=np.int32)
+        self._ramp = np.arange(max(self._full[1], config.max_model_len) + 1, dtype=np.int32)
         self._decode_size = -1  # sequences of the pure decode step the ramps were last written for
         self._num_changes = 0  # written in the layout in use
         self._is_stale = True  # the device's table is not what the changes start from
@@ -124,16 +126,18 @@ class SlotInputs:
         """Writes everything the step reads, but for `samples`."""
         self.use((plan.bucket, plan.mixed_bucket))
         self._fill_changes()
-        n = plan.num_seqs
+        n, decodes = len(plan.rows), plan.num_decodes
         self.rows[:n] = plan.rows
         self.seq_lens[:n] = plan.ends
-        if plan.num_tokens == plan.num_decodes and not plan.mixed_bucket:
-            self._fill_tokens(plan, 0, n, plan.rows, plan.starts)
+        if n == decodes and not plan.mixed_bucket:
+            self._fill_decodes(plan, plan.rows, plan.starts)
             self._fill_ramps(max(n, plan.bucket))
             self._pad(n, plan.bucket)
-        else:
-            self._fill_mixed(plan)
-            self._pad_mixed(plan)
+            return
+        if decodes:
+            self._fill_decodes(plan, plan.rows[:decodes], plan.starts[:decodes])
+        self._fill_chunks(plan)
+        self._pad_mixed(plan)
 
     def resend(self) -> None:
         """The last copy may not have arrived: the next one takes the whole table."""
@@ -141,17 +145,17 @@ class SlotInputs:
 
     def _fill_changes(self) -> None:
         """Brings the table up to date, here and, by `num_words` and the list of changes, on the device."""
-        total = sum([len(blocks) for _, _, blocks in self._changes])
-        is_whole = self._is_stale or total > len(self.changes_at)
-        count = 0
-        for rows, columns, blocks in self._changes:
-            self.table[rows, columns] = blocks
-            if not is_whole:
-                self.changes_at[count : count + len(blocks)] = rows * self._max_blocks + columns
-                count += len(blocks)
-        self._changes.clear()
-        # What the places hold now, not what each change wrote: where one changed twice, the order does not matter.
-        self.changes_to[:count] = self._flat_table[self.changes_at[:count]]
+        is_whole, count = self._is_stale, 0
+        if self._changes:
+            is_whole = is_whole or sum([len(blocks) for _, blocks in self._changes]) > len(self.changes_at)
+            for places, blocks in self._changes:
+                self._flat_table[places] = blocks
+                if not is_whole:
+                    self.changes_at[count : count + len(blocks)] = places
+                    count += len(blocks)
+            self._changes.clear()
+            # What the places hold now, not what each change wrote: where one changed twice, the order does not matter.
+            self.changes_to[:count] = self._flat_table[self.changes_at[:count]]
         if count < self._num_changes:
             self.changes_at[count : self._num_changes] = self._nowhere
             self.changes_to[count : self._num_changes] = NULL_BLOCK
@@ -167,32 +171,35 @@ class SlotInputs:
             self.counts[:] = n
             self._decode_size = n
 
-    def _fill_tokens(
-        self, plan: StepPlan, first: int, last: int, rows: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> None:
-        """Tokens first..last-1, of which the first `num_decodes` of the step may be carried over."""
-        state = self._state
-        size = state.block_size
-        column = positions // size
-        self.positions[first:last] = positions
-        self.kv_positions[first:last] = state.table[rows, column] * size + (positions - column * size)
-        self.token_ids[first:last] = state.tokens[rows, positions]
-        self.carry[first:last] = NO_SOURCE
-        if first < plan.num_decodes:
-            self.carry[: plan.num_decodes] = plan.carry
-            self.token_ids[: plan.num_decodes] *= plan.carry == NO_SOURCE
+    def _fill_decodes(self, plan: StepPlan, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        """The first `num_decodes` tokens, one of each row; they may be carried over."""
+        state, count = self._state, plan.num_decodes
+        blocks = state.flat_table[state.table_base[rows] + state.column_of[positions]]
+        self.positions[:count] = positions
+        self.kv_positions[:count] = blocks * self._size + state.offset_of[positions]
+        tokens = state.flat_tokens[state.token_base[rows] + positions]
+        tokens[plan.carry != NO_SOURCES] = PLACEHOLDER
+        self.token_ids[:count] = tokens
+        self.carry[:count] = plan.carry
 
-    def _fill_mixed(self, plan: StepPlan) -> None:
-        lengths = plan.ends - plan.starts
-        stops = np.cumsum(lengths)
-        first_tokens = stops - lengths
-        token_rows = np.repeat(plan.rows, lengths)
-        positions = np.arange(plan.num_tokens) - np.repeat(first_tokens - plan.starts, lengths)
-        self._fill_tokens(plan, 0, plan.num_tokens, token_rows, positions)
-        self.query_start[0] = 0
-        self.query_start[1 : plan.num_seqs + 1] = stops
-        self.logits_at[: len(plan.sampled)] = stops[plan.sampled_at] - 1
-        self.counts[:] = 0 if self._is_invariant else plan.num_decodes, plan.num_seqs
+    def _fill_chunks(self, plan: StepPlan) -> None:
+        """The tokens of rows that prefill, and where all rows begin and are sampled."""
+        state, decodes = self._state, plan.num_decodes
+        self.query_start[: decodes + 1] = self._ramp[: decodes + 1]
+        first = decodes
+        chunks = zip(
+            plan.rows[decodes:].tolist(), plan.starts[decodes:].tolist(), plan.ends[decodes:].tolist(), strict=True
+        )
+        for seq, (row, start, end) in enumerate(chunks, decodes + 1):
+            last = first + end - start
+            blocks = state.table[row][state.column_of[start:end]]
+            self.positions[first:last] = self._ramp[start:end]
+            self.kv_positions[first:last] = blocks * self._size + state.offset_of[start:end]
+            self.token_ids[first:last] = state.tokens[row, start:end]
+            self.query_start[seq] = first = last
+        self.carry[decodes:first] = NO_SOURCE
+        self.logits_at[: len(plan.sampled)] = self.query_start[1:][plan.sampled_at] - 1
+        self.counts[:] = 0 if self._is_invariant else decodes, len(plan.rows)
         self._decode_size = -1
 
     def _pad(self, n: int, bucket: int) -> None:

@@ -155,6 +155,8 @@ class BlockPool:
 
     def settle(self, step: int) -> None:
         """The step was collected: what its copies touched is available again."""
+        if not self._fences and not self._copied:
+            return
         for block in self._fences.pop(step, ()):
             self._fenced.remove(block)
             self._retire(block)
@@ -175,6 +177,8 @@ class BlockPool:
         self._cached = {block: None for block in self._cached if block not in lost}
         self._fences = {until: [b for b in fenced if b not in lost] for until, fenced in self._fences.items()}
         self._fenced |= lost - held
+        for block in self._fenced.difference(*self._fences.values()):
+            self._forget_name(block)
         return held
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
@@ -212,6 +216,14 @@ class BlockPool:
         self._fenced.add(block)
         if until != FOREVER:
             self._fences.setdefault(until, []).append(block)
+        else:
+            self._forget_name(block)
+
+    def _forget_name(self, block: int) -> None:
+        """Nobody shares the block again, so another one may have its content."""
+        digest = self._hash_of.pop(block, None)
+        if digest is not None:
+            del self._block_of[digest]
 
     def _retire(self, block: int) -> None:
         if block in self._hash_of:

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import repeat
 from typing import NamedTuple
 
 from asyncsched.adversary import LANES, UPSTREAM_FIRST, Adversary, Order
 from asyncsched.errors import AsyncschedError
 from asyncsched.pipeline import StepFailure
 from asyncsched.plan import StepPlan
-from asyncsched.program import Lane, Op, OpKind, Template
+from asyncsched.program import EventKind, Lane, Op, OpKind, Template
 
+HOST = -1  # in place of a lane's number
+NOTHING = -1  # in place of an operation's
+NO_EVENT = -1
+KINDS = tuple(OpKind)
+EVENTS = tuple(EventKind)
+MAX_TEMPLATES = 1024
 Recording = tuple[list[bool], int]  # one recording of an event: the records of its step, and its place among them
-NO_WAIT: tuple[None, int] = (None, 0)
 
 
 class DeadlockError(AsyncschedError):
@@ -35,9 +41,21 @@ class Ticket:
     num_words    of the host inputs that the copy to the device moves
     broken       the operation that raises
     enqueued     whether anything was
+    found        by event: the recording that a wait for one of an earlier step found when it was enqueued, if any
     """
 
-    __slots__ = ("bad_token", "broken", "enqueued", "epoch", "failure", "num_words", "plan", "records", "synchronize")
+    __slots__ = (
+        "bad_token",
+        "broken",
+        "enqueued",
+        "epoch",
+        "failure",
+        "found",
+        "num_words",
+        "plan",
+        "records",
+        "synchronize",
+    )
 
     def __init__(self, plan: StepPlan, epoch: int) -> None:
         self.plan = plan
@@ -49,24 +67,22 @@ class Ticket:
         self.num_words = 0
         self.broken: OpKind | None = None
         self.enqueued = True
+        self.found: Mapping[int, Recording | None] = NONE_FOUND
 
 
+NONE_FOUND: Mapping[int, Recording | None] = {}
 Run = Callable[[Ticket], None]
-# One entry of a lane: what to run, if anything; for whom; once what is executed; and which records to execute then.
-Entry = tuple[Run | None, Ticket, list[bool] | None, int, tuple[int, ...]]
+Part = tuple[int, int, int, tuple[int, ...]]
 
 
 class Lanes:
-    """All lanes but the host's. `runs` says what each kind of operation does; `num_run` counts what ran."""
+    """All lanes but the host's. `runs` says what each kind of operation does."""
 
     def __init__(self, adversary: Adversary, runs: Mapping[OpKind, Run]) -> None:
         self.adversary = adversary
-        self.num_run = 0
-        self._runs = runs
-        self._lanes: list[deque[Entry]] = [deque() for _ in LANES]
-        self._events: dict[object, int] = {}
+        self._runs = {KINDS.index(kind): run for kind, run in runs.items()}
+        self._lanes: list[deque[tuple[Ticket, Part]]] = [deque() for _ in LANES]
         self._newest: dict[int, Recording] = {}  # by event
-        self._compiled: dict[int, _Compiled] = {}  # by identity of the template
         self._stalls: list[tuple[int, list[bool]]] = []  # when each goes on
         self._clock = 0  # calls of `advance`
 
@@ -74,22 +90,17 @@ class Lanes:
 
     def enqueue(self, template: Template, ticket: Ticket) -> None:
         """Does the operations of the host and enqueues the others, in order."""
-        compiled = self._compiled.get(id(template))
-        if compiled is None:
-            compiled = self._compiled[id(template)] = self._compile(template)
-        newest, lanes = self._newest, self._lanes
-        records = ticket.records = [False] * len(compiled.events)
-        for lane, run, own, event, executes in compiled.parts:
-            if own >= 0:
-                entry: Entry = (run, ticket, records, own, executes)
-            else:
-                entry = (run, ticket, *newest.get(event, NO_WAIT), executes)
-            if lane >= 0:
-                lanes[lane].append(entry)
-            else:
-                self._on_host(entry)
-        for place, event in enumerate(compiled.events):
-            newest[event] = records, place
+        compiled = _compiled.get(id(template)) or _compile(template)
+        newest, records = self._newest, [False] * len(compiled.events)
+        ticket.records = records
+        if compiled.awaited:
+            ticket.found = {event: newest.get(event) for event in compiled.awaited}
+        for on_host, on_lanes in compiled.stages:
+            for part in on_host:
+                self._on_host(ticket, part)
+            for place, parts in on_lanes:
+                self._lanes[place].extend(zip(repeat(ticket), parts))
+        newest.update(zip(compiled.events, zip(repeat(records), compiled.places)))  # noqa: B905
         ticket.synchronize = newest.get(compiled.synchronize)
 
     def advance(self) -> None:
@@ -97,8 +108,8 @@ class Lanes:
         self._clock += 1
         if self._stalls:
             self._resume()
-        order = self.adversary.order
-        while (lanes := order(False)) is not None and self._run_one(lanes):
+        order, run_one = self.adversary.order, self._run_one
+        while (lanes := order(False)) is not None and run_one(lanes):
             pass
 
     def wait_for(self, recording: Recording) -> bool:
@@ -120,7 +131,9 @@ class Lanes:
         """One lane runs nothing that is enqueued from now on, for so many calls of `advance`."""
         record = [False]
         self._stalls.append((self._clock + duration, record))
-        self._lanes[place].append((None, ticket, record, 0, ()))
+        blocker = Ticket(ticket.plan, ticket.epoch)
+        blocker.found = {0: (record, 0)}
+        self._lanes[place].append((blocker, (NOTHING, -1, 0, ())))
 
     def end_stalls(self) -> None:
         for _, record in self._stalls:
@@ -142,75 +155,120 @@ class Lanes:
         """Runs the next operation of the first lane that can run; False where none can."""
         lanes = self._lanes
         for place in order:
-            lane = lanes[place]
-            if lane:
-                run, ticket, wait, awaited, executes = lane[0]
-                if wait is None or wait[awaited]:
-                    lane.popleft()
-                    if run is not None:
-                        run(ticket)
-                    for record in executes:
-                        ticket.records[record] = True
-                    self.num_run += 1
-                    return True
+            if lane := lanes[place]:
+                ticket, (run, own, event, records) = lane[0]
+                if own >= 0:
+                    if not ticket.records[own]:
+                        continue
+                elif event >= 0 and not _is_executed(ticket.found[event]):
+                    continue
+                lane.popleft()
+                if run != NOTHING:
+                    self._runs[run](ticket)
+                for record in records:
+                    ticket.records[record] = True
+                return True
         return False
 
-    def _on_host(self, entry: Entry) -> None:
-        run, ticket, wait, place, executes = entry
-        if wait is not None and not self.wait_for((wait, place)):
+    def _on_host(self, ticket: Ticket, part: Part) -> None:
+        run, own, event, records = part
+        wait = (ticket.records, own) if own >= 0 else ticket.found.get(event)
+        if wait is not None and not self.wait_for(wait):
             raise DeadlockError(f"step {ticket.plan.step} waits at its launch for an event that nothing will record")
-        if run is not None:
-            run(ticket)
-        for record in executes:
+        if run != NOTHING:
+            self._runs[run](ticket)
+        for record in records:
             ticket.records[record] = True
-
-    def _compile(self, template: Template) -> _Compiled:
-        """Joins each operation with the wait before it and the records behind it, where nothing comes between."""
-        ops = template.ops
-        synchronizes = ops[-1].kind is OpKind.SYNCHRONIZE
-        events: list[int] = []
-        parts: list[_Part] = []
-        for op in ops[:-1] if synchronizes else ops:
-            lane = -1 if op.lane is Lane.HOST else LANES.index(op.lane)
-            last = parts[-1] if parts and parts[-1].lane == lane else None
-            if op.kind is OpKind.RECORD:
-                record = (len(events),)
-                events.append(self._event(op))
-                if last is not None:
-                    parts[-1] = last._replace(records=last.records + record)
-                else:
-                    parts.append(_Part(lane, None, -1, -1, record))
-            elif op.kind is OpKind.WAIT or op.kind is OpKind.SYNCHRONIZE:
-                event = self._event(op)
-                own = len(events) - 1 - events[::-1].index(event) if event in events else -1
-                parts.append(_Part(lane, None, own, event, ()))
-            elif last is not None and last.run is None and not last.records:
-                parts[-1] = last._replace(run=self._runs[op.kind])
-            else:
-                parts.append(_Part(lane, self._runs[op.kind], -1, -1, ()))
-        return _Compiled(template, tuple(parts), tuple(events), self._event(ops[-1]) if synchronizes else -1)
-
-    def _event(self, op: Op) -> int:
-        return self._events.setdefault(op.event, len(self._events))
 
 
 class _Part(NamedTuple):
-    """A wait, an operation and its records, as far as they follow each other on one lane (-1: the host).
+    """What a lane does, or the HOST: a wait, an operation and its records, as far as they follow each other.
 
     own, event  the wait: for a recording of the same step, by its place; else for the newest of an event; else -1, -1
     """
 
     lane: int
-    run: Run | None
-    own: int
-    event: int
-    records: tuple[int, ...]
+    run: int = NOTHING
+    own: int = -1
+    event: int = -1
+    records: tuple[int, ...] = ()
+
+
+Stage = tuple[list[Part], list[tuple[int, list[Part]]]]
 
 
 class _Compiled(NamedTuple):
-    """A template made cheap to enqueue. `events`: what each recording records. `synchronize`: an event, or -1."""
+    """A template made cheap to enqueue.
+
+    stages       what the host does first, and what it enqueues then, by lane
+    events       what each recording records; `places` counts them
+    awaited      events of which a recording of an earlier step is waited for
+    synchronize  an event, or -1
+    """
 
     template: Template  # kept, so that its identity stays its own
-    parts: tuple[_Part, ...]
+    stages: list[Stage]
     events: tuple[int, ...]
+    places: range
+    awaited: tuple[int, ...]
     synchronize: int
+
+
+_compiled: dict[int, _Compiled] = {}  # by identity of the template, for all lanes of the process
+
+
+def _compile(template: Template) -> _Compiled:
+    """Joins each operation with the wait before it and the records behind it, where nothing comes between."""
+    ops = template.ops
+    synchronizes = ops[-1].kind is OpKind.SYNCHRONIZE
+    events: list[int] = []
+    parts: list[_Part] = []
+    for op in ops[:-1] if synchronizes else ops:
+        lane = HOST if op.lane is Lane.HOST else LANES.index(op.lane)
+        last = parts[-1] if parts and parts[-1].lane == lane else None
+        if op.kind is OpKind.RECORD:
+            record = (len(events),)
+            events.append(_event(op))
+            if last is not None:
+                parts[-1] = last._replace(records=last.records + record)
+            else:
+                parts.append(_Part(lane, records=record))
+        elif op.kind is OpKind.WAIT or op.kind is OpKind.SYNCHRONIZE:
+            event = _event(op)
+            own = len(events) - 1 - events[::-1].index(event) if event in events else -1
+            parts.append(_Part(lane, NOTHING, own, event))
+        elif last is not None and last.run == NOTHING and not last.records:
+            parts[-1] = last._replace(run=KINDS.index(op.kind))
+        else:
+            parts.append(_Part(lane, KINDS.index(op.kind)))
+    awaited = {part.event for part in parts if part.own < 0 <= part.event}
+    synchronize = _event(ops[-1]) if synchronizes else -1
+    if len(_compiled) >= MAX_TEMPLATES:
+        _compiled.clear()
+    compiled = _Compiled(template, _stages(parts), tuple(events), range(len(events)), tuple(awaited), synchronize)
+    _compiled[id(template)] = compiled
+    return compiled
+
+
+def _event(op: Op) -> int:
+    return NO_EVENT if op.event is None else op.event.slot * len(EVENTS) + EVENTS.index(op.event.kind)
+
+
+def _stages(parts: list[_Part]) -> list[Stage]:
+    stages: list[Stage] = [([], [])]
+    for lane, run, own, event, records in parts:
+        part: Part = run, own, event, records
+        on_host, on_lanes = stages[-1]
+        if lane != HOST:
+            groups = dict(on_lanes)
+            groups.setdefault(lane, []).append(part)
+            on_lanes[:] = groups.items()
+        elif on_lanes:
+            stages.append(([part], []))
+        else:
+            on_host.append(part)
+    return stages
+
+
+def _is_executed(recording: Recording | None) -> bool:
+    return recording is None or recording[0][recording[1]]

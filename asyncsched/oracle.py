@@ -70,6 +70,7 @@ class Reference:
         self.params = params
         self.outputs: list[int] = []
         self.reason: FinishReason | None = None
+        self._stops, self._most = params.stop_token_ids, params.max_tokens
         self._tokens = list(prompt)
         self._matcher = PatternMatcher(pattern) if pattern else None
         self._window = window
@@ -93,17 +94,18 @@ class Reference:
                 digest -= factors[leaving] * keys[leaving]
         self._digest = digest
         token = sample(keys[-1], self._vocab_size)
-        self._tokens.append(token)
+        tokens.append(token)
         self.outputs.append(token)
-        self.reason = self._why_ended(token)
+        if self._stops or self._matcher is not None or len(self.outputs) == self._most:
+            self.reason = self._why_ended(token)
         return token
 
     def _why_ended(self, token: int) -> FinishReason | None:
         matched = self._matcher is not None and self._matcher.feed(token).stopped
-        params, count = self.params, len(self.outputs)
-        if (matched or token in params.stop_token_ids) and count >= params.min_tokens:
+        count = len(self.outputs)
+        if (matched or token in self._stops) and count >= self.params.min_tokens:
             return FinishReason.STOP
-        return FinishReason.LENGTH if count == params.max_tokens else None
+        return FinishReason.LENGTH if count == self._most else None
 
 
 def reference(

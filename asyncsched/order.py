@@ -1,140 +1,46 @@
-"""Happens-before of step programs: vector clocks over lanes and events, and what they say about the buffers of slots.
+"""Where launches and collections lead, worked out once and looked up from then on.
 
-What orders two operations, and nothing else does:
-
-* operations of one lane run in the order in which they were enqueued;
-* an operation of a device lane starts after everything the host did before it enqueued it;
-* `wait` and `synchronize` stand behind the newest `record` of their event that was enqueued before them, as on CUDA.
-
-So the clock of an operation is final when it is enqueued, and a conflict is always with an earlier one.
-
-Order depends on programs and on when they are collected, never on the arrays of a plan (but for the slots that a
-carry-over reads). A `Situation` is all that matters about the past: clocks, events and slot buffers, as ages relative
-to the newest operation of each lane, without what the host knows to be over. A pipeline visits few of them, so what a
-launch does to a situation is worked out once and looked up from then on.
-
-The same is done, beside it, for every edge taken out in turn: an edge is needed as soon as a conflict that was in
-order is not without it. See `Situation.what_ifs`.
+A pipeline visits few states (clocks.py), so what a program does to one is remembered. The same is done, beside it, for
+every edge taken out in turn: an edge is needed as soon as a conflict that was in order is not without it. A
+`Situation` is a state with the states that there would be without each edge in question; combinations of states are
+many more than states, so runs are remembered by state, and moves by situation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from enum import Enum, auto
-from itertools import count
 from typing import NamedTuple
 
-from asyncsched.accesses import OF_BLOCKS, OF_SLOT
-from asyncsched.program import Buffer, BufferKind, Event, EventKind, Lane, OpKind, Template
+from asyncsched.clocks import HOST, IDLE, Clock, Edge, KvOp, Problem, Run, Shape, State, Trouble, joined, without_tag
 
-LANES = tuple(Lane)
-HOST = LANES.index(Lane.HOST)
-SETTLED = -(2**62)  # an access that the host knows to be over: before everything to come
-COLLECTED = -1  # tag: by a step that was collected
-NEVER = -2  # tag: by nobody
 MAX_TEMPLATES = 1024
 MAX_MOVES = 8192  # remembered; more than that only programs without end to their disorder make
 
-Clock = tuple[int, ...]  # by lane: the newest operation that is known to be over, 0 for the newest enqueued
+Key = tuple[int, int, int]  # of a launch: shape, slots it carries from, tag; of a collection the second is COLLECTION
+COLLECTION = -1
 
 
-class Edge(NamedTuple):
-    """A record, wait or synchronize of programs: the `nth` of its kind in a program, in any slot."""
+class Outcome(NamedTuple):
+    """What the operations of one program do to a state. `captured` is explained at Move."""
 
-    lane: Lane
-    kind: OpKind
-    event: EventKind
-    nth: int = 0
-
-    def __str__(self) -> str:
-        ordinal = f" (number {self.nth + 1} of its kind)" if self.nth else ""
-        return f"{self.kind.value} {self.event.value} on lane {self.lane.value}{ordinal}"
+    after: Node
+    problems: tuple[Problem, ...]
+    races: tuple[Problem, ...]
+    kv: tuple[KvOp, ...]
+    captured: dict[int, int]
 
 
-class Trouble(Enum):
-    RACE = auto()
-    MISREAD = auto()
-    NEVER_RECORDED = auto()
-    RECORDED_AGAIN = auto()
+class Node:
+    """A state, and the outcomes from here that are known: by program, and by the edge that is taken out of it."""
+
+    __slots__ = ("outcomes", "state")
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.outcomes: dict[tuple[Key, Edge | None], Outcome] = {}
 
 
-class Problem(NamedTuple):
-    """What is wrong with operation `op` of a program.
-
-    RACE            it conflicts over `buffer` with operations that are newer than its clock
-    MISREAD         it reads from `buffer` of its own slot what the step with `tag` wrote, and not its own
-    NEVER_RECORDED  it waits for `event`, which nobody recorded
-    RECORDED_AGAIN  it waits for `event`, which the step with `tag` recorded after its own program had
-    """
-
-    trouble: Trouble
-    op: int
-    clock: Clock
-    buffer: Buffer | None = None
-    event: Event | None = None
-    tag: int = NEVER
-
-
-class KvOp(NamedTuple):
-    """An operation that touches KV: where it is in its program, and its clock, relative to the start of the launch."""
-
-    op: int
-    clock: Clock
-
-
-class State(NamedTuple):
-    """Tags say whose an event or a content is: the place of a step among those in flight, COLLECTED or NEVER."""
-
-    clocks: tuple[Clock, ...]
-    events: tuple[tuple[Event, Clock, int], ...]
-    buffers: tuple[tuple[Buffer, Clock, Clock, int], ...]  # newest read and newest write by lane
-
-
-NOTHING = (SETTLED,) * len(LANES)
-IDLE = State(((0,) * len(LANES),) * len(LANES), (), ())
-
-
-_serials = count()
-
-
-class Shape:
-    """What matters about a template. Raises ValueError where Collect's part of it is not the host's alone.
-
-    numbers  of each operation, on its lane, from 1; `counts` are how many each lane has
-    edges    of each operation, None for those that are none
-    kv_lanes a bit for each lane that touches KV
-    """
-
-    def __init__(self, template: Template) -> None:
-        self.serial = next(_serials)
-        self.template = template
-        self.ops = template.ops
-        self.num_launched = len(template.launched)
-        if any(op.lane is not Lane.HOST for op in self.ops[self.num_launched :]):
-            raise ValueError("after the launch a program may have host operations only")
-        self.lanes = [LANES.index(op.lane) for op in self.ops]
-        self.numbers: list[int] = []
-        self.counts = [0] * len(LANES)
-        for place, lane in enumerate(self.lanes):
-            self.numbers.append(self.counts[lane] + 1)
-            if place < self.num_launched:
-                self.counts[lane] += 1
-        self.slot_reads = [[b for b in op.reads if b.kind in OF_SLOT] for op in self.ops]
-        self.slot_writes = [[b for b in op.writes if b.kind in OF_SLOT] for op in self.ops]
-        self.carries = [any(b.kind is BufferKind.CARRY_SOURCES for b in op.reads) for op in self.ops]
-        self.kv_ops = [
-            place for place, op in enumerate(self.ops) if any(b.kind in OF_BLOCKS for b in (*op.reads, *op.writes))
-        ]
-        self.kv_lanes = sum(1 << lane for lane in {self.lanes[place] for place in self.kv_ops})
-        self.edges: list[Edge | None] = []
-        for op in self.ops:
-            edge = Edge(op.lane, op.kind, op.event.kind) if op.event else None
-            while edge in self.edges and edge is not None:
-                edge = edge._replace(nth=edge.nth + 1)
-            self.edges.append(edge)
-
-
-WhatIfs = tuple[tuple[Edge, State], ...]
+WhatIfs = tuple[tuple[Edge, Node], ...]
 
 
 class Move(NamedTuple):
@@ -159,36 +65,48 @@ class Situation:
     `known` is what the host knows, whichever edge in question is taken out: by lane, relative to the newest operation.
     """
 
-    __slots__ = ("known", "moves", "state", "what_ifs")
+    __slots__ = ("known", "moves", "node", "what_ifs")
 
-    def __init__(self, state: State, what_ifs: WhatIfs) -> None:
-        self.state = state
+    def __init__(self, node: Node, what_ifs: WhatIfs) -> None:
+        self.node = node
         self.what_ifs = what_ifs
-        hosts = [s.clocks[HOST] for s in (state, *(what_if for _, what_if in what_ifs))]
+        hosts = [n.state.clocks[HOST] for n in (node, *(what_if for _, what_if in what_ifs))]
         self.known: Clock = tuple(map(min, *hosts)) if len(hosts) > 1 else hosts[0]
-        self.moves: dict[tuple[int, int, int], Move] = {}
+        self.moves: dict[Key, Move] = {}
 
 
 class _Memory:
-    """Situations and moves, for all checkers of the process: like any cache, it changes how fast they are, not what
-    they say."""
+    """Situations, states and moves, for all checkers of the process: like any cache, it changes how fast they are, not
+    what they say."""
 
     def __init__(self) -> None:
-        self.situations: dict[tuple[State, WhatIfs], Situation] = {}
+        self.situations: dict[tuple[Node, WhatIfs], Situation] = {}
+        self.nodes: dict[State, Node] = {}
         self.num_moves = 0
 
-    def situation(self, state: State, what_ifs: WhatIfs) -> Situation:
-        key = state, what_ifs
+    def node(self, state: State) -> Node:
+        known = self.nodes.get(state)
+        if known is None:
+            known = self.nodes[state] = Node(state)
+        return known
+
+    def situation(self, node: Node, what_ifs: WhatIfs) -> Situation:
+        key = node, what_ifs
         known = self.situations.get(key)
         if known is None:
-            known = self.situations[key] = Situation(state, what_ifs)
+            known = self.situations[key] = Situation(node, what_ifs)
         return known
 
     def note(self) -> None:
         """Another move is known. Before there are too many, all are forgotten."""
         self.num_moves += 1
         if self.num_moves >= MAX_MOVES:
+            for situation in self.situations.values():
+                situation.moves.clear()  # they lead in circles
+            for node in self.nodes.values():
+                node.outcomes.clear()
             self.situations.clear()
+            self.nodes.clear()
             self.num_moves = 0
 
 
@@ -202,7 +120,7 @@ class Order:
     """
 
     def __init__(self) -> None:
-        self.situation = _memory.situation(IDLE, ())
+        self.situation = _memory.situation(_memory.node(IDLE), ())
         self._questioned: set[Edge] = set()
 
     def question(self, edges: Iterable[Edge | None]) -> None:
@@ -212,181 +130,77 @@ class Order:
             return
         self._questioned.update(new)
         now = self.situation
-        self._move_to(now.state, (*now.what_ifs, *((edge, now.state) for edge in new)))
+        self.situation = _memory.situation(now.node, (*now.what_ifs, *((edge, now.node) for edge in new)))
 
     def answer(self, edge: Edge) -> None:
         """The edge is needed: asks no more."""
         now = self.situation
-        self._move_to(now.state, tuple(what_if for what_if in now.what_ifs if what_if[0] != edge))
+        left = tuple(what_if for what_if in now.what_ifs if what_if[0] != edge)
+        self.situation = _memory.situation(now.node, left)
 
     def launch(self, shape: Shape, sources: int, own: int) -> Move:
         """Enqueues what a program launches. `own` tags its step, `sources` has a bit for each slot it carries from."""
         key = shape.serial, sources, own
-        move = self.situation.moves.get(key)
-        if move is None:
-            move = self._go(key, shape, range(shape.num_launched), gone=None)
+        now = self.situation
+        move = now.moves.get(key) or self._go(key, shape)
         self.situation = move.after
         return move
 
     def collect(self, shape: Shape, own: int) -> Move:
         """The host does the rest of a program, and its step is no more in flight."""
-        key = shape.serial, -1, own
-        move = self.situation.moves.get(key)
-        if move is None:
-            move = self._go(key, shape, range(shape.num_launched, len(shape.ops)), gone=own)
+        key = shape.serial, COLLECTION, own
+        now = self.situation
+        move = now.moves.get(key) or self._go(key, shape)
         self.situation = move.after
         return move
 
     def forget(self, tag: int) -> None:
         """A step is no more in flight, though the host has not collected it."""
-        self._change(lambda state: _without_tag(state, tag))
+        self._change(lambda state: without_tag(state, tag))
 
     def join(self, upto: Clock) -> None:
         """The host learnt, outside all programs, that operations up to `upto` are over (relative to the newest)."""
-        self._change(lambda state: _joined(state, upto))
+        self._change(lambda state: joined(state, upto))
 
-    def _go(self, key: tuple[int, int, int], shape: Shape, places: range, gone: int | None) -> Move:
-        now, (_, sources, own) = self.situation, key
-        run = _Run(now.state, shape, places, sources, own, None)
-        bad = {(problem.op, problem.buffer) for problem in run.problems if problem.trouble is Trouble.RACE}
+    def _go(self, key: Key, shape: Shape) -> Move:
+        now = self.situation
+        run = _outcome(now.node, key, shape, None)
+        bad = {(problem.op, problem.buffer) for problem in run.races}
         needed: list[tuple[Edge, Problem]] = []
-        what_ifs: list[tuple[Edge, State]] = []
+        what_ifs: list[tuple[Edge, Node]] = []
         what_if_kv: list[tuple[Edge, tuple[KvOp, ...]]] = []
-        for edge, state in now.what_ifs:
-            without = _Run(state, shape, places, sources, own, edge)
-            races = [p for p in without.problems if p.trouble is Trouble.RACE and (p.op, p.buffer) not in bad]
+        for edge, node in now.what_ifs:
+            without = _outcome(node, key, shape, edge)
+            races = [race for race in without.races if (race.op, race.buffer) not in bad]
             if races:
                 needed.append((edge, races[0]))
             else:
-                what_ifs.append((edge, without.result(gone)))
-                what_if_kv.append((edge, tuple(without.kv)))
+                what_ifs.append((edge, without.after))
+                what_if_kv.append((edge, without.kv))
         _memory.note()
-        after = _memory.situation(run.result(gone), tuple(what_ifs))
-        move = Move(after, tuple(run.problems), tuple(run.kv), run.captured, tuple(needed), tuple(what_if_kv))
+        after = _memory.situation(run.after, tuple(what_ifs))
+        move = Move(after, run.problems, run.kv, run.captured, tuple(needed), tuple(what_if_kv))
         now.moves[key] = move
         return move
 
     def _change(self, change: Callable[[State], State]) -> None:
         now = self.situation
-        self._move_to(change(now.state), tuple((edge, change(state)) for edge, state in now.what_ifs))
-
-    def _move_to(self, state: State, what_ifs: WhatIfs) -> None:
-        self.situation = _memory.situation(state, what_ifs)
+        what_ifs = tuple((edge, _memory.node(change(node.state))) for edge, node in now.what_ifs)
+        self.situation = _memory.situation(_memory.node(change(now.node.state)), what_ifs)
 
 
-class _Run:
-    """Some operations of one program, enqueued one after the other. The newest one before has the number 0."""
-
-    def __init__(self, state: State, shape: Shape, places: range, sources: int, own: int, without: Edge | None) -> None:
-        self.clocks = [list(clock) for clock in state.clocks]
-        self.events = {event: (clock, tag) for event, clock, tag in state.events}
-        self.buffers = {buffer: (list(reads), list(writes), tag) for buffer, reads, writes, tag in state.buffers}
-        self.own = own
-        self.shape = shape
-        self.problems: list[Problem] = []
-        self.kv: list[KvOp] = []
-        self.captured: dict[int, int] = {}
-        self._newest = [0] * len(LANES)
-        self._sources = [Buffer(BufferKind.DEV_OUT, s) for s in range(sources.bit_length()) if sources >> s & 1]
-        for place in places:
-            self._enqueue(place, is_out=without is not None and shape.edges[place] == without)
-
-    def _enqueue(self, place: int, *, is_out: bool) -> None:
-        shape, lane = self.shape, self.shape.lanes[place]
-        op, clock = shape.ops[place], self.clocks[lane]
-        if lane != HOST:
-            _join(clock, self.clocks[HOST])
-        self._newest[lane] += 1
-        number = self._newest[lane]
-        if op.event is not None and not is_out:
-            if op.kind is OpKind.RECORD:
-                self.events[op.event] = (*clock[:lane], number, *clock[lane + 1 :]), self.own
-            else:
-                self._wait(place, op.event, clock)
-        for buffer in shape.slot_reads[place]:
-            tag = self._access(place, buffer, number, clock, writes=False)
-            if tag == NEVER or (tag != self.own and buffer.slot == shape.template.slot):
-                self.problems.append(Problem(Trouble.MISREAD, place, tuple(clock), buffer, tag=tag))
-        if shape.carries[place]:
-            for buffer in self._sources:
-                self._access(place, buffer, number, clock, writes=False)
-        for buffer in shape.slot_writes[place]:
-            self._access(place, buffer, number, clock, writes=True)
-        if place in shape.kv_ops:
-            self.kv.append(KvOp(place, tuple(clock)))
-        clock[lane] = number
-
-    def _wait(self, place: int, event: Event, clock: list[int]) -> None:
-        stamp, tag = self.events.get(event, (NOTHING, NEVER))
-        self.captured[place] = tag
-        _join(clock, stamp)
-        if tag == NEVER:
-            self.problems.append(Problem(Trouble.NEVER_RECORDED, place, tuple(clock), event=event))
-        elif tag != self.own and any(o.kind is OpKind.RECORD and o.event == event for o in self.shape.ops[:place]):
-            self.problems.append(Problem(Trouble.RECORDED_AGAIN, place, tuple(clock), event=event, tag=tag))
-
-    def _access(self, place: int, buffer: Buffer, number: int, clock: list[int], *, writes: bool) -> int:
-        """Notes an access and its race, if it has one. Returns whose content it found."""
-        lane = self.shape.lanes[place]
-        read_at, written_at, tag = self.buffers.get(buffer, (list(NOTHING), list(NOTHING), NEVER))
-        against = map(max, read_at, written_at) if writes else written_at
-        if any(at > clock[other] for other, at in enumerate(against) if other != lane):
-            race = Problem(Trouble.RACE, place, tuple(clock), buffer)
-            if race not in self.problems:
-                self.problems.append(race)
-        (written_at if writes else read_at)[lane] = number
-        self.buffers[buffer] = read_at, written_at, self.own if writes else tag
-        return tag
-
-    def result(self, gone: int | None) -> State:
-        """The state afterwards, relative to the newest operations again, without the tag of a step that is `gone`.
-
-        Of a clock it keeps what the host knows too, as every later operation does; of accesses what the host doesn't.
-        """
-        newest, host = self._newest, self.clocks[HOST]
-
-        def clock(at: Iterable[int]) -> Clock:
-            return tuple(max(a, known) - last for a, known, last in zip(at, host, newest, strict=True))
-
-        def still_open(at: Iterable[int]) -> Clock:
-            return tuple(a - last if a > known else SETTLED for a, known, last in zip(at, host, newest, strict=True))
-
-        events = sorted(self.events.items(), key=lambda item: (item[0].kind.value, item[0].slot))
-        buffers = sorted(self.buffers.items(), key=lambda item: (item[0].kind.value, item[0].slot))
-        state = State(
-            tuple(clock(at) for at in self.clocks),
-            tuple((event, clock(at), tag) for event, (at, tag) in events),
-            tuple((buffer, still_open(reads), still_open(writes), tag) for buffer, (reads, writes, tag) in buffers),
-        )
-        return state if gone is None else _without_tag(state, gone)
-
-
-def _join(clock: list[int], other: Iterable[int]) -> None:
-    clock[:] = map(max, clock, other)
-
-
-def _without_tag(state: State, gone: int) -> State:
-    """Tags after one that is gone move up."""
-
-    def moved(tag: int) -> int:
-        return tag if tag < gone else COLLECTED if tag == gone else tag - 1
-
-    return State(
-        state.clocks,
-        tuple((event, clock, moved(tag)) for event, clock, tag in state.events),
-        tuple((buffer, reads, writes, moved(tag)) for buffer, reads, writes, tag in state.buffers),
-    )
-
-
-def _joined(state: State, upto: Clock) -> State:
-    clocks = tuple(tuple(map(max, clock, upto)) for clock in state.clocks)
-    host = clocks[HOST]
-
-    def still_open(at: Clock) -> Clock:
-        return tuple(a if a > known else SETTLED for a, known in zip(at, host, strict=True))
-
-    return State(
-        clocks,
-        tuple((event, tuple(map(max, at, host)), tag) for event, at, tag in state.events),
-        tuple((buffer, still_open(reads), still_open(writes), tag) for buffer, reads, writes, tag in state.buffers),
-    )
+def _outcome(node: Node, key: Key, shape: Shape, without: Edge | None) -> Outcome:
+    known = node.outcomes.get((key, without))
+    if known is not None:
+        return known
+    _, sources, own = key
+    if sources == COLLECTION:
+        run = Run(node.state, shape, range(shape.num_launched, len(shape.ops)), 0, own, without)
+        after = without_tag(run.result(), own)
+    else:
+        run = Run(node.state, shape, range(shape.num_launched), sources, own, without)
+        after = run.result()
+    races = tuple(problem for problem in run.problems if problem.trouble is Trouble.RACE)
+    outcome = Outcome(_memory.node(after), tuple(run.problems), races, tuple(run.kv), run.captured)
+    node.outcomes[key, without] = outcome
+    return outcome

@@ -187,7 +187,10 @@ class FinishReason(Enum):
 
 
 class Finished(NamedTuple):
-    """The last notice about a request. `token_ids` are the output tokens; `message` explains ERROR and REJECTED."""
+    """The last notice about a request. `message` explains ERROR and REJECTED.
+
+    token_ids  the output tokens, all of them handed out by now: an ABORT or ERROR leaves out what a matcher held back
+    """
 
     request_id: str
     number: int

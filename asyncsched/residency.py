@@ -23,6 +23,8 @@ from asyncsched.plan import NO_COPIES, BlockCopies, IndexArray, StepPlan
 from asyncsched.request import HostCopy, Request, TokenArray
 from asyncsched.rows import Rows
 
+ONE: IndexArray = np.array(1, dtype=np.int64)
+
 
 class Residency:
     """The device pool, the host pool and the block tables of all rows."""
@@ -32,6 +34,12 @@ class Residency:
         self.rows = rows
         self.pool = BlockPool(config.num_blocks)
         self.host_pool = BlockPool(config.num_host_blocks)
+        # numpy takes an array of no dimensions faster than a Python int
+        self._size: IndexArray = np.array(config.block_size, dtype=np.int64)
+        window = config.sliding_window
+        if window is not None:
+            # by position: the first block that a query there, or behind, may see
+            self._first_seen = np.maximum(np.arange(config.max_model_len + 1) - window + 1, 0) // config.block_size
         self._shareable_from = 0  # steps before this one wrote KV that no later request may share
         self._collected = NO_STEP  # the newest step that is known to have run
         self._offload: list[tuple[list[int], list[int]]] = []  # copies of the step being planned
@@ -53,30 +61,31 @@ class Residency:
 
     def extend(self, row: int, end: int) -> int:
         """Blocks for positions up to `end`, as far as there are any; returns the end they reach."""
-        reach = min(end, (int(self.rows.num_blocks[row]) + self.pool.available) * self.config.block_size)
+        reach = min(end, (self.rows.num_blocks.item(row) + self.pool.available) * self.config.block_size)
         self.rows.append_blocks(row, self.pool.allocate(self.rows.missing_blocks(row, reach)))
         return reach
 
     def lacks_block(self, rows: IndexArray, positions: IndexArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Which rows need one more block before they can write to their position."""
-        return self.rows.num_blocks[rows] * self.config.block_size <= positions
+        return self.rows.num_blocks[rows] * self._size <= positions
 
     def grow(self, rows: IndexArray) -> None:
         """One more block for each row. Ask `pool.available` first."""
         if len(rows):
-            self.rows.write_table(rows, self.rows.num_blocks[rows], self.pool.allocate(len(rows)))
-            self.rows.num_blocks[rows] += 1
+            have = self.rows.num_blocks[rows]
+            self.rows.write_table(self.rows.table_base[rows] + have, self.pool.allocate(len(rows)))
+            self.rows.num_blocks[rows] = have + ONE
 
     def grow_many(self, rows: IndexArray, columns: IndexArray) -> None:
         """A block for each of these entries of tables, in order; `num_blocks` is the caller's to raise. Only for a pool
         without cached blocks: free ones come off one stack, together or one by one."""
-        self.rows.write_table(rows, columns, self.pool.allocate(len(rows)))
+        self.rows.write_table(self.rows.table_base[rows] + columns, self.pool.allocate(len(rows)))
 
     # ---- giving ----------------------------------------------------------------------------------------------------
 
     def give_up(self, row: int) -> None:
         """The row's KV is not needed any more."""
-        self.pool.release(self.rows.blocks_of(row), last_use=int(self.rows.last_step[row]))
+        self.pool.release(self.rows.blocks_of(row), last_use=self.rows.last_step.item(row))
         self._empty(row)
 
     def offload(self, request: Request, step: int) -> bool:
@@ -87,8 +96,8 @@ class Residency:
             return False
         host = self.host_pool.allocate(len(device))
         self._offload.append((device, host))
-        request.host_copy = HostCopy(host, int(self.rows.freed[row]), int(self.rows.planned[row]), step)
-        self.pool.release(device, last_use=int(self.rows.last_step[row]), fence=step)
+        request.host_copy = HostCopy(host, self.rows.freed.item(row), self.rows.planned.item(row), step)
+        self.pool.release(device, last_use=self.rows.last_step.item(row), fence=step)
         self._empty(row)
         return True
 
@@ -112,8 +121,8 @@ class Residency:
             return
         device = self.pool.allocate_quiet(len(copy.blocks), self._collected)
         self._restore.append((device, copy.blocks))
-        columns = np.arange(copy.freed)
-        self.rows.write_table(np.full(copy.freed, row), columns, [NULL_BLOCK] * copy.freed)
+        if copy.freed:
+            self.rows.write_row(row, 0, [NULL_BLOCK] * copy.freed)
         self.rows.num_blocks[row] = self.rows.freed[row] = copy.freed
         self.rows.append_blocks(row, device)
         self.host_pool.release(copy.blocks, fence=step)
@@ -121,6 +130,8 @@ class Residency:
 
     def take_copies(self) -> tuple[BlockCopies, BlockCopies]:
         """Offloads and restores of the step being planned."""
+        if not self.has_copies:
+            return NO_COPIES, NO_COPIES
         copies = _copies(self._offload), _copies(self._restore)
         self._offload, self._restore = [], []
         return copies
@@ -139,14 +150,14 @@ class Residency:
         if self.config.enable_prefix_caching and plan.step >= self._shareable_from:
             self._register_prefixes(plan)
         if self.config.sliding_window is not None:
-            self._free_outside_window(plan, self.config.sliding_window)
+            self._free_outside_window(plan)
 
     def share_filled(self, row: int, column: int) -> None:
         """A committed step filled this block of the row: it becomes shareable."""
         request = self.rows.owner[row]
         assert request is not None  # it holds blocks
         hashes = self._hashes(request, self.rows.tokens[row], column + 1)
-        self.pool.register(int(self.rows.table[row, column]), hashes[column])
+        self.pool.register(self.rows.table.item(row, column), hashes[column])
 
     def passed(self, step: int) -> None:
         """Steps up to this one ran, of which none copied blocks."""
@@ -218,23 +229,25 @@ class Residency:
 
     def _register_prefixes(self, plan: StepPlan) -> None:
         """Makes the blocks this step filled shareable; rows that gave up their blocks have none to share."""
-        r, size = self.rows, self.config.block_size
-        before, after = plan.starts // size, plan.ends // size
-        for place in np.flatnonzero((after > before) & (r.num_blocks[plan.rows] > 0)).tolist():
-            row = int(plan.rows[place])
-            for column in range(max(int(before[place]), int(r.freed[row])), int(after[place])):
+        r = self.rows
+        before, after = r.column_of[plan.starts], r.column_of[plan.ends]
+        for place in (after > before).nonzero()[0].tolist():
+            row = plan.rows.item(place)
+            if not r.num_blocks.item(row):
+                continue
+            for column in range(max(before.item(place), r.freed.item(row)), after.item(place)):
                 self.share_filled(row, column)
 
-    def _free_outside_window(self, plan: StepPlan, window: int) -> None:
-        r = self.rows
-        rows = plan.rows[r.num_blocks[plan.rows] > 0]
-        visible = np.maximum(r.computed[rows] - window + 1, 0) // self.config.block_size
-        moved = visible > r.freed[rows]
-        for row, first in zip(rows[moved].tolist(), visible[moved].tolist(), strict=True):
-            columns = np.arange(int(r.freed[row]), first)
-            self.pool.release(r.table[row, columns].tolist(), last_use=plan.step)
-            r.write_table(np.full(len(columns), row), columns, [NULL_BLOCK] * len(columns))
-            r.freed[row] = first
+    def _free_outside_window(self, plan: StepPlan) -> None:
+        r, rows = self.rows, plan.rows
+        visible = self._first_seen[r.computed[rows]]
+        for place in (visible > r.freed[rows]).nonzero()[0].tolist():
+            row, first = rows.item(place), visible.item(place)
+            if r.num_blocks.item(row):
+                freed = r.freed.item(row)
+                self.pool.release(r.table[row, freed:first].tolist(), last_use=plan.step)
+                r.write_row(row, freed, [NULL_BLOCK] * (first - freed))
+                r.freed[row] = first
 
     def _hashes(self, request: Request, tokens: TokenArray, count: int) -> list[bytes]:
         """Chained hashes of at least the first `count` blocks of a request."""

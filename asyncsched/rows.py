@@ -21,10 +21,9 @@ NO_TOKEN = -1
 
 
 class TableWrite(NamedTuple):
-    """Entries of block tables that changed: `table[rows, columns] = blocks`."""
+    """Entries of block tables that changed: `flat_table[places] = blocks`."""
 
-    rows: NDArray[np.int64]
-    columns: NDArray[np.int64]
+    places: NDArray[np.int64]
     blocks: NDArray[np.int32]
 
 
@@ -47,7 +46,9 @@ class Rows:
                 freed       leading blocks that left the sliding window
                 owner       the request that has the row, a list
 
-    tokens is int32[capacity, max_model_len], table is int32[capacity, max_blocks_per_seq].
+    tokens is int32[capacity, max_model_len], table is int32[capacity, max_blocks_per_seq]; flat_tokens and flat_table
+    are the same memory, in which row r begins at token_base[r] and table_base[r]: one index is faster than two.
+    column_of and offset_of say where a position is: in which entry of a table, and where in that block (int32).
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -56,6 +57,12 @@ class Rows:
         self.block_size = config.block_size
         self.tokens = np.zeros((capacity, config.max_model_len), dtype=np.int32)  # untouched pages cost nothing
         self.table = np.full((capacity, config.max_blocks_per_seq), NULL_BLOCK, dtype=np.int32)
+        self.flat_tokens, self.flat_table = self.tokens.reshape(-1), self.table.reshape(-1)
+        self.token_base = np.arange(capacity) * config.max_model_len
+        self.table_base = np.arange(capacity) * config.max_blocks_per_seq
+        positions = np.arange(config.max_model_len + 1)
+        self.column_of = positions // config.block_size
+        self.offset_of = (positions % config.block_size).astype(np.int32)
         self.computed = np.zeros(capacity, dtype=np.int64)
         self.known = np.zeros(capacity, dtype=np.int64)
         self.planned = np.zeros(capacity, dtype=np.int64)
@@ -91,27 +98,30 @@ class Rows:
         self._journals.append(journal)
         return journal
 
-    def write_table(
-        self, rows: NDArray[np.int64], columns: NDArray[np.int64], blocks: list[int] | NDArray[np.int32]
-    ) -> None:
-        write = TableWrite(rows, columns, np.asarray(blocks, dtype=np.int32))
-        self.table[rows, columns] = write.blocks
+    def write_table(self, places: NDArray[np.int64], blocks: list[int]) -> None:
+        """Sets entries of `flat_table`."""
+        write = TableWrite(places, np.array(blocks, dtype=np.int32))
+        self.flat_table[places] = write.blocks
         for journal in self._journals:
             journal.append(write)
+
+    def write_row(self, row: int, first: int, blocks: list[int]) -> None:
+        """Sets entries of the table of one row, from column `first`."""
+        start = self.table_base.item(row) + first
+        self.write_table(np.arange(start, start + len(blocks)), blocks)
 
     def append_blocks(self, row: int, blocks: list[int]) -> None:
         """Extends the table of one row."""
         if blocks:
-            have = int(self.num_blocks[row])
-            columns = np.arange(have, have + len(blocks))
-            self.write_table(np.full(len(blocks), row), columns, blocks)
+            have = self.num_blocks.item(row)
+            self.write_row(row, have, blocks)
             self.num_blocks[row] = have + len(blocks)
 
     def blocks_of(self, row: int) -> list[int]:
         """Blocks the row owns, in order of position; those that left a sliding window are gone."""
-        blocks: list[int] = self.table[row, self.freed[row] : self.num_blocks[row]].tolist()
+        blocks: list[int] = self.table[row, self.freed.item(row) : self.num_blocks.item(row)].tolist()
         return blocks
 
     def missing_blocks(self, row: int, end: int) -> int:
         """Blocks to allocate before positions up to `end` can be written."""
-        return max(0, -(-end // self.block_size) - int(self.num_blocks[row]))
+        return max(0, -(-end // self.block_size) - self.num_blocks.item(row))

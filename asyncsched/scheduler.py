@@ -44,6 +44,8 @@ from asyncsched.rows import NEVER, NO_TOKEN, Rows
 from asyncsched.stretch import Passed, Stretch, affordable, settle
 
 NO_ROWS: IndexArray = np.zeros(0, dtype=np.int64)
+ONE: IndexArray = np.array(1, dtype=np.int64)  # numpy takes an array of no dimensions faster than a Python int
+UINT32 = np.dtype(np.uint32)
 
 
 class Counts(NamedTuple):
@@ -96,6 +98,7 @@ class Scheduler:
         self._settled = NEVER  # the newest committed step
         self._totals = dict.fromkeys(Status, 0)
         self._num_submitted = 0
+        self._vocab_size = np.array(config.vocab_size, dtype=np.uint32)
         self._arange = np.arange(max(config.max_num_seqs, 1), dtype=np.int64)
         self._slot_base = [slot * config.max_num_seqs + self._arange for slot in range(config.depth)]
 
@@ -177,22 +180,22 @@ class Scheduler:
         rows, ends = plan.sampled, plan.sampled_ends
         overshoot = 0
         live = r.live[rows]
-        if np.count_nonzero(live) != len(rows):
+        if False in live.tobytes():
             overshoot = int(np.count_nonzero(r.stopped[rows]))
             rows, ends, tokens = rows[live], ends[live], tokens[live]
         finished: tuple[Finished, ...] = ()
-        valid = tokens.view(np.uint32) < self.config.vocab_size  # a negative token is a large number
-        if np.count_nonzero(valid) != len(rows):
+        valid = tokens.view(UINT32) < self._vocab_size  # a negative token is a large number
+        if False in valid.tobytes():
             finished = self._fail_tokens(rows[~valid], tokens[~valid])
             rows, ends, tokens = rows[valid], ends[valid], tokens[valid]
-        r.tokens[rows, ends] = tokens
-        r.known[rows] = ends + 1
+        r.flat_tokens[r.token_base[rows] + ends] = tokens
+        r.known[rows] = ends + ONE
         requests = r.request[rows]
         ended = (tokens == r.stop_token[rows]) | (ends >= r.last_end[rows])
-        if np.count_nonzero(r.scrutinise[rows]):
+        if True in r.scrutinise[rows].tobytes():
             requests, tokens, stopped = self._commit_one_by_one(rows, ends, tokens)
             finished += stopped
-        elif np.count_nonzero(ended):
+        elif True in ended.tobytes():
             pairs = zip(rows[ended].tolist(), ends[ended].tolist(), strict=True)
             finished += tuple(self._end_of(row, end) for row, end in pairs)
         self._release_drained()
@@ -360,11 +363,13 @@ class Scheduler:
         pool = self.residency.pool
         while True:
             rows = self._decode[: self.config.max_num_batched_tokens]
+            if not len(rows):
+                return rows, rows
             starts = self.rows.planned[rows]
             lacks = self.residency.lacks_block(rows, starts)
-            lacking = int(np.count_nonzero(lacks))
-            if not lacking:
+            if True not in lacks.tobytes():
                 return rows, starts
+            lacking = int(np.count_nonzero(lacks))
             if lacking <= pool.available:
                 break
             victim = None
@@ -411,8 +416,8 @@ class Scheduler:
     ) -> Chunk | None:
         """As long a chunk as there are blocks for; evicts only where there is not one."""
         r, pool, row = self.rows, self.residency.pool, request.row
-        start = int(r.planned[row])
-        end = min(int(r.known[row]), start + budget)
+        start = r.planned.item(row)
+        end = min(r.known.item(row), start + budget)
         if r.missing_blocks(row, start + 1) > pool.available + pool.num_coming:
             taken = {row, *decodes.tolist(), *(chunk.row for chunk in chunks)}
             victim = self._choose_victim(taken)
@@ -457,7 +462,8 @@ class Scheduler:
         least = -(-(start + 1) // size) - (copy.freed if copy else 0)
         promised = max(self._promised_blocks(request), least)
         needed = promised - len(shared) + self.residency.pool.num_unowned(shared)
-        if needed + self._outstanding_promises() > self.residency.pool.available:
+        available = self.residency.pool.available
+        if needed > available or needed + self._outstanding_promises() > available:
             return None
         if not self.residency.can_restore(request):
             return None
@@ -502,23 +508,21 @@ class Scheduler:
         step = self._next_step
         self._next_step += 1
         num_decodes = len(rows)
-        carry = np.where(r.sampled_at[rows] > self._settled, r.source[rows], NO_SOURCE)
-        ends = starts + 1
+        carry = r.source[rows]
+        carry[r.sampled_at[rows] <= self._settled] = NO_SOURCE
+        ends = starts + ONE
         sampled, sampled_ends, sampled_at = rows, ends, self._arange[:num_decodes]
         num_tokens = num_decodes
         if chunks:
-            added = np.array(chunks, dtype=np.int64)
-            completes = added[:, 2] == r.known[added[:, 0]]
-            completed = added[completes]
             num_tokens += sum([chunk.end - chunk.start for chunk in chunks])
-            sampled_at = np.concatenate((sampled_at, num_decodes + completes.nonzero()[0]))
-            rows = np.concatenate((rows, added[:, 0]))
-            starts = np.concatenate((starts, added[:, 1]))
-            ends = np.concatenate((ends, added[:, 2]))
-            sampled = np.concatenate((sampled, completed[:, 0]))
-            sampled_ends = np.concatenate((sampled_ends, completed[:, 2]))
-            if len(completed):
-                self._decode = np.concatenate((self._decode, completed[:, 0]))
+            completes = [place for place, chunk in enumerate(chunks) if chunk.end == r.known.item(chunk.row)]
+            added = np.array(chunks, dtype=np.int64).transpose().copy()
+            rows, starts, ends = _joined(rows, added[0]), _joined(starts, added[1]), _joined(ends, added[2])
+            if completes:
+                completed = np.array(completes, dtype=np.int64) + num_decodes
+                sampled_at = _joined(sampled_at, completed)
+                sampled, sampled_ends = rows[sampled_at], ends[sampled_at]
+                self._decode = _joined(self._decode, rows[completed])
         r.planned[rows] = ends
         r.last_step[rows] = step
         r.sampled_at[sampled] = step
@@ -554,7 +558,7 @@ class Scheduler:
         """Rows whose last step by length is planned need none any more."""
         r = self.rows
         at_limit = ends >= r.last_end[sampled]
-        if np.count_nonzero(at_limit):
+        if True in at_limit.tobytes():
             for row in sampled[at_limit].tolist():
                 self._finishing[row] = self._seated.pop(row)
             self._decode = self._decode[r.planned[self._decode] < r.last_end[self._decode]]
@@ -609,9 +613,9 @@ class Scheduler:
         """Blocks promised to seated requests that they do not hold yet."""
         if not self._seated:
             return 0
-        rows = np.fromiter(self._seated, dtype=np.int64, count=len(self._seated))
+        rows = np.array(list(self._seated), dtype=np.int64)
         held = self.rows.num_blocks[rows] - self.rows.freed[rows]
-        return int(np.maximum(self._reserved[rows] - held, 0).sum())
+        return sum([promised for promised in (self._reserved[rows] - held).tolist() if promised > 0])
 
     def _why_never(self, request_id: str, prompt: int, params: SamplingParams) -> str:
         """Why a request can never run, with the numbers; empty when it can."""
@@ -691,6 +695,8 @@ class Scheduler:
                     self._draining.append(request)
                 else:
                     self._unseat(request)
+        if request.matcher is not None and reason in (FinishReason.ABORT, FinishReason.ERROR):
+            outputs = outputs[: request.num_released]  # what was held back is never handed out
         self._set_status(request, status)
         del self._active[request.request_id]
         self._note("end {} {}", request.request_id, reason.value)
@@ -755,9 +761,9 @@ class Scheduler:
             request.number,
             request.priority,
             request.num_prompt_tokens,
-            int(self.rows.known[row]) if row >= 0 else len(request.tokens),
+            self.rows.known.item(row) if row >= 0 else len(request.tokens),
             request.params.max_tokens,
-            int(self.rows.num_blocks[row]) if row >= 0 else 0,
+            self.rows.num_blocks.item(row) if row >= 0 else 0,
         )
 
     def _set_status(self, request: Request, status: Status) -> None:
@@ -772,5 +778,11 @@ class Scheduler:
 
 def _bucket(buckets: tuple[int, ...], size: int) -> int:
     """The smallest that holds `size`; 0 where none does, or nothing is to be held."""
+    if not buckets:
+        return 0
     place = bisect_left(buckets, size)
     return buckets[place] if size and place < len(buckets) else 0
+
+
+def _joined(one: IndexArray, other: IndexArray) -> IndexArray:
+    return np.concatenate((one, other)) if len(one) else other

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncsched.accesses import Memory, Spot
+from asyncsched.clocks import Edge
 from asyncsched.config import EngineConfig
 from asyncsched.findings import Finding, FindingKind
 from asyncsched.flights import Where
 from asyncsched.hazards import Collected, Launched, Planned, RunEvent
-from asyncsched.order import Edge
 from asyncsched.pipeline import Abort, Collect, Idle, Inbox, Launch, Submit, pipeline
 from asyncsched.plan import NO_COPIES, NO_SOURCE, BlockCopies, StepPlan
 from asyncsched.program import Buffer, BufferKind, Event, Lane, Op, OpKind, StepProgram, Template, build_program

@@ -313,7 +313,7 @@ def blocks_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(rows):  # type: ignore[arg-type]
             blocks = self.pool.allocate(len(rows))  # type: ignore[arg-type]
             taken = [max(blocks[0] - 1, 1)] * len(blocks)
-            self.rows.write_table(rows, self.rows.num_blocks[rows], taken)  # type: ignore[arg-type,index]
+            self.rows.write_table(self.rows.table_base[rows] + self.rows.num_blocks[rows], taken)  # type: ignore[index]
             self.rows.num_blocks[rows] += 1  # type: ignore[index]
 
     monkeypatch.setattr(residency.Residency, "grow", wrong)

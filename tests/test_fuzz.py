@@ -17,8 +17,9 @@ from asyncsched.fuzz_draw import FAULT_NAMES, FuzzOptions, draw_scenario
 from asyncsched.fuzz_policies import FAULTY, HONEST, full_name
 from asyncsched.fuzz_scenario import Control, Scenario, Submission
 from asyncsched.fuzz_shrink import shrink
+from asyncsched.plan import StepPlan
 from asyncsched.policy_set import PolicySet
-from asyncsched.request import Finished
+from asyncsched.request import Finished, Request
 from asyncsched.residency import Residency
 from asyncsched.scheduler import Scheduler
 
@@ -154,12 +155,49 @@ def plant_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Residency, "offload", crash)
 
 
+def plant_deaf_to_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are planned while the engine is paused, as long as somebody has a seat."""
+    plan = Scheduler.plan
+
+    def deaf(self: Scheduler, slot: int) -> StepPlan | None:
+        paused, self._paused = self._paused, self._paused and not self.num_seated
+        try:
+            return plan(self, slot)
+        finally:
+            self._paused = paused
+
+    monkeypatch.setattr(Scheduler, "plan", deaf)
+
+
+def plant_nothing_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may still become a stop string is handed out; tokens and notices are right."""
+    scrutinise = Scheduler._scrutinise
+    monkeypatch.setattr(Scheduler, "_scrutinise", lambda self, *args: (scrutinise(self, *args)[0], 0))
+
+
+def plant_held_back_in_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notice of an abort has tokens that a matcher held back."""
+    end = Scheduler._end
+
+    def generous(self: Scheduler, request: Request, *args: object) -> Finished:
+        request.num_released = request.params.max_tokens
+        return end(self, request, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Scheduler, "_end", generous)
+
+
 PLANTED = {
+    "deaf to pauses": (plant_deaf_to_pauses, ("pause",)),
+    "nothing held back": (plant_nothing_held_back, ("hold-back",)),
+    "held back in a notice": (plant_held_back_in_notice, ("I6",)),
     "stop one late": (plant_stop_one_late, ("I1", "I5")),
     "leak": (plant_leak, ("I3",)),
     "second notice": (plant_second_notice, ("I6",)),
     "crash": (plant_crash, ("raised",)),
 }
+
+
+MOST_COMMANDS = {"held back in a notice": 12}  # an abort has to come between two tokens of a stop string
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -176,7 +214,7 @@ def test_planted_fault_is_found_shrunk_and_replayed(name: str, monkeypatch: pyte
         text = json.dumps(failure.shrunk.to_dict())
         assert run_scenario(Scenario.from_dict(json.loads(text))).finding == failure.shrunk_finding
         assert failure.shrunk_finding.check == failure.finding.check
-        assert len(failure.shrunk.commands) <= 6
+        assert len(failure.shrunk.commands) <= MOST_COMMANDS.get(name, 6)
         assert run_scenario(failure.shrunk).steps <= 40
     assert run_scenario(failure.shrunk).finding is None
 

@@ -33,12 +33,12 @@ from hazard_runs import (
 
 from asyncsched import hazards, order
 from asyncsched.accesses import Memory, Spot, accesses
+from asyncsched.clocks import Edge
 from asyncsched.config import EngineConfig
 from asyncsched.findings import Finding, FindingKind
 from asyncsched.flights import Where
 from asyncsched.hazards import Collected, Failed, HazardChecker, Launched, Planned, Report, RunEvent, check
 from asyncsched.kv import BlockPool
-from asyncsched.order import Edge
 from asyncsched.plan import NO_COPIES, NO_SOURCE, StepPlan
 from asyncsched.program import (
     Buffer,
@@ -592,6 +592,21 @@ def test_two_rows_that_write_to_one_block_are_found() -> None:
     assert "2 rows of the step write to it" in collision.text
 
 
+def test_a_row_that_writes_to_what_another_reads_is_found() -> None:
+    """In one step: what the other row read before was right, and a step later it is too late to see."""
+
+    def change(rows: Rows, plan: StepPlan) -> bool:
+        if plan.num_decodes < 2 or plan.starts[0] < 2 or plan.starts[1] % 2:
+            return False
+        rows.table[plan.rows[1], plan.starts[1] // 2] = rows.table[plan.rows[0], 0]
+        return True
+
+    report = corrupted(ROOMY, change)
+    collision = of_kind(report, FindingKind.COLLISION)[0]
+    assert "one row of the step writes to it and another reads it" in collision.text
+    assert collision == report.findings[0]
+
+
 def test_a_block_that_was_freed_too_early_is_found() -> None:
     """Scenario 7: a running request's block goes to the next that asks."""
     victims: list[int] = []
@@ -1020,6 +1035,7 @@ def test_memory_does_not_grow_with_the_run(steps: int, build: Build) -> None:
         assert order._memory.num_moves == half[-1][1]  # it sees nothing new, which is what makes it fast
     assert order._memory.num_moves < order.MAX_MOVES
     assert len(order._memory.situations) <= order.MAX_MOVES
+    assert len(order._memory.nodes) <= 16 * order.MAX_MOVES  # a state for each edge in question
 
 
 def test_only_the_first_findings_are_kept() -> None:

@@ -97,6 +97,7 @@ class PoolMachine(RuleBasedStateMachine):
                     self.retire(block)
             else:
                 (self.copied if self.owners(block) else self.fenced)[block] = touched
+        self.forget_the_lost()
 
     @rule()
     def settle(self) -> None:
@@ -121,6 +122,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.fenced.update(dict.fromkeys(lost - owned - {NULL_BLOCK}, FOREVER))
         self.free = [block for block in self.free if block not in lost]
         self.cached = [block for block in self.cached if block not in lost]
+        self.forget_the_lost()
 
     @precondition(lambda self: any(self.held))
     @rule(data=st.data(), first=st.integers(0, len(CONTENTS) - 1))
@@ -174,12 +176,33 @@ class PoolMachine(RuleBasedStateMachine):
     def quiet(self) -> list[int]:
         return [block for block in self.free + self.cached if self.used[block] <= self.step]
 
+    def forget_the_lost(self) -> None:
+        """Another block may have the content of one that nobody gets again."""
+        for block, until in self.fenced.items():
+            if until == FOREVER:
+                self.names.pop(block, None)
+
     def retire(self, block: int) -> None:
         (self.cached if block in self.names else self.free).append(block)
 
 
 PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
 test_pool_agrees_with_a_naive_model = PoolMachine.TestCase
+
+
+def test_the_content_of_a_lost_block_is_shared_from_another():
+    pool = BlockPool(4)
+    lost, held, *others = pool.allocate(4)
+    for block, content in ((lost, CONTENTS[0]), (held, CONTENTS[1])):
+        pool.register(block, content)
+    pool.release([lost])
+    assert pool.quarantine(3, [lost, held]) == {held}
+    assert pool.match(CONTENTS[:1]) == []
+    pool.register(others[0], CONTENTS[0])
+    assert pool.match(CONTENTS[:1]) == others[:1]
+    pool.release([held])  # lost, too, from now on
+    pool.register(others[1], CONTENTS[1])
+    assert pool.match(CONTENTS[:2]) == others
 
 
 def test_the_tail_of_a_prefix_is_given_up_before_its_head():

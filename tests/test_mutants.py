@@ -14,8 +14,8 @@ from mutants.equivalents import Equivalent
 from mutants.watching import play
 
 import asyncsched
+from asyncsched.clocks import Edge
 from asyncsched.hazards import check
-from asyncsched.order import Edge
 from asyncsched.program import EventKind, Lane, OpKind, build_program
 from asyncsched.rows import Rows
 

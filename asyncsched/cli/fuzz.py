@@ -160,6 +160,8 @@ def _report_json(report: FuzzReport, command: str) -> dict[str, Any]:
         "steps": report.steps,
         "seconds": round(report.seconds, 3),
         "steps_per_s": round(report.steps / report.seconds),
+        "cpu_seconds": round(report.cpu_seconds, 3),
+        "steps_per_cpu_s": round(report.steps / report.cpu_seconds),
         "exercised": report.counts,
         "failure": None,
     }
@@ -177,8 +179,10 @@ def _report_json(report: FuzzReport, command: str) -> dict[str, Any]:
 def _print_report(report: FuzzReport, command: str) -> None:
     from asyncsched.cli.tables import print_table
 
-    rate = report.steps / report.seconds
-    typer.echo(f"{report.episodes} episodes, {report.steps} steps, {rate:.0f} steps/s")
+    rate, cpu_rate = report.steps / report.seconds, report.steps / report.cpu_seconds
+    typer.echo(
+        f"{report.episodes} episodes, {report.steps} steps, {rate:.0f} steps/s, {cpu_rate:.0f} per second of CPU time"
+    )
     rows = [(name.replace("_", " "), str(count)) for name, count in report.counts.items()]
     print_table("exercised", ("what", "times"), rows, numbers=("times",))
     typer.echo("Checked after every step, except block and row accounts: every 1 or 64 steps, as the seed says,")

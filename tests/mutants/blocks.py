@@ -100,11 +100,7 @@ BLOCKS = (
     ),
     Mutant(
         "a window block is freed too early",
-        (
-            rewrite(
-                "residency.Residency._free_outside_window", ("- window + 1", "- window + 1 + self.config.block_size")
-            ),
-        ),
+        (rewrite("residency.Residency.__init__", ("- window + 1, 0)", "- window + 1 + config.block_size, 0)")),),
         "09-window-freed-on-the-optimistic-count",
         9,
     ),
@@ -116,7 +112,7 @@ BLOCKS = (
     ),
     Mutant(
         "a late commit registers blocks that were given up",
-        (rewrite("residency.Residency._register_prefixes", (" & (r.num_blocks[plan.rows] > 0)", "")),),
+        (rewrite("residency.Residency._register_prefixes", ("if not r.num_blocks.item(row):", "if False:")),),
         "late commit",
         13,
     ),
@@ -178,7 +174,7 @@ BLOCKS = (
     ),
     Mutant(
         "a host copy has one position more than was written",
-        (rewrite("residency.Residency.offload", ("int(self.rows.planned[row])", "int(self.rows.planned[row]) + 1")),),
+        (rewrite("residency.Residency.offload", ("self.rows.planned.item(row)", "self.rows.planned.item(row) + 1")),),
         "offload",
     ),
     Mutant(

@@ -216,10 +216,10 @@ EDGES = (
         (rewrite("pipeline.pipeline", ("in_flight.popleft()", "in_flight.pop()")),),
         "deep",
     ),
-    Mutant("overlap is off", (rewrite("pipeline.pipeline", ("if slots:", "if False:")),), "plain", 23),
+    Mutant("overlap is off", (rewrite("pipeline.pipeline", ("plan is not None and slots:", "False:")),), "plain", 23),
     Mutant(
         "stop matchers turn overlap off",
-        (rewrite("pipeline.pipeline", ("if slots:", "if slots and not scheduler.rows.scrutinise[plan.rows].any():")),),
+        (rewrite("pipeline.pipeline", ("None and slots:", "None and slots and not scheduler.rows.scrutinise[plan.rows].any():")),),
         "23-overlap-stays-on",
         23,
     ),

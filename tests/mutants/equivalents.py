@@ -42,8 +42,8 @@ EQUIVALENT = (
         "no placeholder",  # whatever stands there, the carry-over overwrites it before anything reads it
         (
             rewrite(
-                "inputs.SlotInputs._fill_tokens",
-                ("self.token_ids[: plan.num_decodes] *= plan.carry == NO_SOURCE", "pass"),
+                "inputs.SlotInputs._fill_decodes",
+                ("tokens[plan.carry != NO_SOURCES] = PLACEHOLDER", "pass"),
             ),
         ),
         "plain",

@@ -9,8 +9,9 @@ from mutants.catalogue import Mutant, around, rewrite
 
 SEAL = "scheduler.Scheduler._seal"
 SOURCE = "r.source[sampled] = self._slot_base[slot][: len(sampled)]"
-FILL = "inputs.SlotInputs._fill_tokens"
-MASK = "self.carry[: plan.num_decodes] = plan.carry"
+FILL = "inputs.SlotInputs._fill_decodes"
+MASK = "self.carry[:count] = plan.carry"
+CHUNKS = "inputs.SlotInputs._fill_chunks"
 PAD = "inputs.SlotInputs._pad"
 
 
@@ -55,8 +56,8 @@ INPUTS = (
             rewrite(
                 SEAL,
                 (
-                    "r.source[rows], NO_SOURCE)",
-                    "self._slot_base[slot - 1][0] + r.source[rows] % self.config.max_num_seqs, NO_SOURCE)",
+                    "carry = r.source[rows]",
+                    "carry = self._slot_base[slot - 1][0] + r.source[rows] % self.config.max_num_seqs",
                 ),
             ),
         ),
@@ -65,7 +66,7 @@ INPUTS = (
     ),
     Mutant(
         "the oldest step in flight counts as collected",
-        (rewrite(SEAL, ("r.sampled_at[rows] > self._settled", "r.sampled_at[rows] > self._settled + 1")),),
+        (rewrite(SEAL, ("r.sampled_at[rows] <= self._settled", "r.sampled_at[rows] <= self._settled + 1")),),
         "plain",
     ),
     Mutant(
@@ -77,17 +78,27 @@ INPUTS = (
     Mutant("no carry-over mask", (rewrite(FILL, (MASK, "pass")),), "plain", 21),
     Mutant(
         "the placeholder is one off",
-        (rewrite(FILL, (MASK, "self.carry[1 : plan.num_decodes + 1] = plan.carry")),),
+        (rewrite(FILL, (MASK, "self.carry[0] = -1; self.carry[1 : count + 1] = plan.carry")),),
         "plain",
     ),
     Mutant(
         "positions are one off",
-        (rewrite(FILL, ("self.positions[first:last] = positions", "self.positions[first:last] = positions + 1")),),
+        (rewrite(FILL, ("self.positions[:count] = positions", "self.positions[:count] = positions + 1")),),
         "plain",
     ),
     Mutant(
         "KV goes to the position before",
-        (rewrite(FILL, ("(positions - column * size)", "np.maximum(positions - column * size - 1, 0)")),),
+        (rewrite(FILL, ("state.offset_of[positions]", "np.maximum(state.offset_of[positions] - 1, 0)")),),
+        "plain",
+    ),
+    Mutant(
+        "positions of a prefill are one off",
+        (rewrite(CHUNKS, ("self._ramp[start:end]", "self._ramp[start + 1 : end + 1]")),),
+        "plain",
+    ),
+    Mutant(
+        "KV of a prefill goes to the position before",
+        (rewrite(CHUNKS, ("state.offset_of[start:end]", "np.maximum(state.offset_of[start:end] - 1, 0)")),),
         "plain",
     ),
     Mutant(
@@ -97,7 +108,7 @@ INPUTS = (
     ),
     Mutant(
         "offsets of the last mixed step stay",
-        (rewrite("inputs.SlotInputs._fill_mixed", ("self._decode_size = -1", "pass")),),
+        (rewrite(CHUNKS, ("self._decode_size = -1", "pass")),),
         "decodes around a prefill",
     ),
     Mutant(

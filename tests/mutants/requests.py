@@ -77,8 +77,8 @@ REQUESTS = (
             rewrite(EVICT, (IN_FLIGHT, f"{IN_FLIGHT}\n        self.rows.known[row] = request.num_prompt_tokens")),
             rewrite(
                 COMMIT,
-                ("r.tokens[rows, ends] = tokens", "r.tokens[rows, r.known[rows]] = tokens"),
-                ("r.known[rows] = ends + 1", "r.known[rows] += 1"),
+                ("r.token_base[rows] + ends", "r.token_base[rows] + r.known[rows]"),
+                ("r.known[rows] = ends + ONE", "r.known[rows] += 1"),
             ),
         ),
         "01-evict-in-flight",
@@ -247,7 +247,7 @@ REQUESTS = (
     ),
     Mutant(
         "tokens outside the vocabulary are delivered",
-        (rewrite(COMMIT, ("tokens.view(np.uint32) < self.config.vocab_size", "tokens == tokens")),),
+        (rewrite(COMMIT, ("tokens.view(UINT32) < self._vocab_size", "tokens == tokens")),),
         "bad token",
     ),
     Mutant(
