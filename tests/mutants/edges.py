@@ -13,6 +13,7 @@ from mutants.catalogue import Mutant, around, rewrite
 from mutants.patching import Around
 
 Ops = tuple[Op, ...]
+OVERLAPS = "plan is not None and slots:"
 DEPTH = 2  # of the cases that these mutants run on, but where a slot more is needed
 
 
@@ -216,10 +217,18 @@ EDGES = (
         (rewrite("pipeline.pipeline", ("in_flight.popleft()", "in_flight.pop()")),),
         "deep",
     ),
-    Mutant("overlap is off", (rewrite("pipeline.pipeline", ("plan is not None and slots:", "False:")),), "plain", 23),
+    Mutant("overlap is off", (rewrite("pipeline.pipeline", (OVERLAPS, "False:")),), "plain", 23),
     Mutant(
         "stop matchers turn overlap off",
-        (rewrite("pipeline.pipeline", ("None and slots:", "None and slots and not scheduler.rows.scrutinise[plan.rows].any():")),),
+        (
+            rewrite(
+                "pipeline.pipeline",
+                (
+                    "None and slots:",
+                    "None and plan is not None and slots and not scheduler.rows.scrutinise[plan.rows].any():",
+                ),
+            ),
+        ),
         "23-overlap-stays-on",
         23,
     ),

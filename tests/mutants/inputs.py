@@ -125,7 +125,7 @@ INPUTS = (
     ),
     Mutant(
         "steps are never padded",
-        (around("scheduler.Scheduler._bucket", lambda bucket: lambda self, num_decodes: 0),),
+        (around("scheduler._bucket", lambda bucket: lambda buckets, size: 0),),
         "19-padding-row-in-a-full-pool",
         19,
     ),

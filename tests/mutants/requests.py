@@ -9,6 +9,7 @@ import numpy as np
 
 from mutants.catalogue import Mutant, around, rewrite
 
+GIVE_UP_SEATS = "scheduler.Scheduler._give_up_seats"
 ADMIT = "scheduler.Scheduler._admit"
 COMMIT = "scheduler.Scheduler.commit"
 END = "scheduler.Scheduler._end"
@@ -17,7 +18,6 @@ SEAT = "scheduler.Scheduler._seat"
 SCRUTINISE = "scheduler.Scheduler._scrutinise"
 DRAINED = "scheduler.Scheduler._release_drained"
 ONE_BY_ONE = "scheduler.Scheduler._commit_one_by_one"
-SEAL = "scheduler.Scheduler._seal"
 UNSEAT = "self._unseat(request)"
 IN_FLIGHT = "if self.rows.last_step[row] > self._settled:"
 
@@ -198,7 +198,11 @@ REQUESTS = (
     ),
     Mutant(
         "a step is planned past the last",
-        (rewrite(SEAL, ("r.planned[self._decode] < r", "r.planned[self._decode] <= r")),),
+        (
+            rewrite(
+                "scheduler.Scheduler._give_up_seats", ("r.planned[self._decode] < r", "r.planned[self._decode] <= r")
+            ),
+        ),
         "20-length-stops-exactly",
         20,
         "KeyError",
