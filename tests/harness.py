@@ -256,7 +256,8 @@ class Invariants:
         if not scheduler._seated and scheduler._waiting and rows.num_free:
             head = scheduler._waiting.head
             tokens = {"optimistic": len(head.tokens), "worst-case": head.max_total_tokens - 1}
-            blocks = -(-tokens.get(self.config.reservation, self.config.max_model_len) // rows.block_size)
+            wanted = tokens.get(self.config.reservation)  # a user's policy may want all there is
+            blocks = pool.num_usable if wanted is None else -(-wanted // rows.block_size)
             assert head.row >= 0 or blocks > pool.available, f"{head.request_id} could be admitted"
         if not self.in_flight:
             assert not scheduler.has_requests, f"idle with {scheduler.counts} and {pool.available} blocks available"

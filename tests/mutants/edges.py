@@ -222,11 +222,7 @@ EDGES = (
         "stop matchers turn overlap off",
         (
             rewrite(
-                "pipeline.pipeline",
-                (
-                    "None and slots:",
-                    "None and plan is not None and slots and not scheduler.rows.scrutinise[plan.rows].any():",
-                ),
+                "pipeline.pipeline", (OVERLAPS, f"{OVERLAPS[:-1]} and not scheduler.rows.scrutinise[plan.rows].any():")
             ),
         ),
         "23-overlap-stays-on",
