@@ -60,6 +60,7 @@ class SimEngine:
     alone           nothing else in the environment happens often: a leap may end where anything does
     on_end          is told of notices at the moment they are delivered; it must not submit anything at that moment
     most_gaps       as in `ServingMetrics`
+    on_plan         is shown every plan that is made, before its host work is paid for; a leap makes none
     """
 
     def __init__(
@@ -74,9 +75,11 @@ class SimEngine:
         alone: bool = True,
         on_end: Callable[[Sequence[Finished]], None] | None = None,
         most_gaps: int = 1 << 20,
+        on_plan: Callable[[StepPlan], None] | None = None,
     ) -> None:
         self.env = env
         self.scheduler = scheduler
+        self.on_plan = on_plan
         self.inbox = Inbox()
         self.metrics = ServingMetrics(most_gaps)
         self.lanes: Lanes | MeasuredLanes = (
@@ -196,6 +199,8 @@ class SimEngine:
         self.steps += 1
         if self.log is not None:
             self.log.planned(plan)
+        if self.on_plan is not None:
+            self.on_plan(plan)
         self._take_in()
         self.kv_peak = max(self.kv_peak, self.scheduler.residency.pool.num_held)
 

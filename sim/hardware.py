@@ -6,6 +6,7 @@ without a name all keys are needed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -21,7 +22,10 @@ _MODELS = {
     "llama-8b": (32, 4096, 14_336, 32, 8, 128, 128_256),  # Llama 3.1
     "llama-70b": (80, 8192, 28_672, 64, 8, 128, 128_256),  # Llama 3.1
     "qwen3-0.6b": (28, 1024, 3072, 16, 8, 128, 151_936),
+    "qwen3-4b": (36, 2560, 9728, 32, 8, 128, 151_936),
     "qwen3-8b": (36, 4096, 12_288, 32, 8, 128, 151_936),
+    "qwen3-14b": (40, 5120, 17_408, 40, 8, 128, 151_936),
+    "qwen3-32b": (64, 5120, 25_600, 64, 8, 128, 151_936),
 }
 
 # bfloat16 without sparsity; PCIe in one direction
@@ -32,6 +36,8 @@ _DEVICES = {
     "a100": (2.04, 312.0, 32.0),  # vendor's figures, SXM 80 GB
     "rtx4090": (1.008, 165.2, 32.0),  # vendor's figures, float32 accumulation
 }
+
+HUB_NAME = re.compile(r"(?:.*/)?(?:meta-)?(llama|qwen)-?(3)(?:\.[123])?-(\d+(?:\.\d+)?b)(?:-instruct|-base)?")
 
 
 class _Named(Section):
@@ -99,3 +105,13 @@ class Device(_Named):
 
 ModelShape.registry = {name: dict(zip(_SHAPE, values, strict=True)) for name, values in _MODELS.items()}
 Device.registry = {name: dict(zip(_FIGURES, values, strict=True)) for name, values in _DEVICES.items()}
+
+
+def shape_by_name(hub_name: str) -> ModelShape | None:
+    """The shape of a model by the name that it has on the Hugging Face Hub; None where it is not registered."""
+    match = HUB_NAME.fullmatch(hub_name.lower())
+    if match is None:
+        return None
+    family, version, size = match.groups()
+    name = f"{family}-{size}" if family == "llama" else f"{family}{version}-{size}"
+    return ModelShape.model_validate(name) if name in _MODELS else None
