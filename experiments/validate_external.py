@@ -85,7 +85,8 @@ def main(
             print(f"{result['run']}, cut {result['cut']}: {note}")
     if json_file:
         limits = {" ".join(key): limit for key, limit in LIMITS.items()}
-        text = json.dumps({"limits_percent": limits, "results": results}, indent=1, allow_nan=False)
+        kept = [{key: value for key, value in result.items() if key != "finished_s"} for result in results]
+        text = json.dumps({"limits_percent": limits, "results": kept}, indent=1, allow_nan=False)
         write_output("--json", json_file, f"{text}\n".encode())
     if plot:
         _plot_errors(judged, plot)
@@ -117,7 +118,7 @@ def _plot_overlay(results: list[Row], path: Path) -> None:
         name = result["run"].partition("__")[0]
         for side in ("measured", "predicted"):
             for place, second in enumerate(sorted(result["finished_s"][side]), 1):
-                if place % 15 == 0 or place == 1:
+                if place % 15 == 0:
                     points.append({"s": second, "finished": place, "run": f"{name} {side}"})
         marks[result["cut_s"]] = f"cut, {name}"
     plot_curve(
