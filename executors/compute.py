@@ -4,6 +4,8 @@ A step that is padded to a bucket runs as one captured CUDA graph per (slot, buc
 of a decode bucket every row is a sequence; in that of a mixed bucket, the device reads which sequences decode and which
 prefill. A graph is captured when it is first needed: capturing costs the host what an eager step does, once. All graphs
 share a memory pool, because they run one after the other on one lane.
+
+Where a step cannot be captured, because its forward pass waits for the device, it and all others run kernel by kernel.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ class ComputeLane:
         self.tokens_out = tokens_out
         self._all_tokens = tokens_out.view(-1)
         self._use_graphs = graphs
+        self.refusal = ""  # why steps that could be captured are not
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._host_keys: tuple[torch.Tensor, ...] = ()
@@ -69,9 +72,7 @@ class ComputeLane:
     def carry(self, slot: Slot, plan: StepPlan) -> None:
         """Completes the inputs: changes of block tables, and the tokens that earlier steps in flight sample."""
         if not self.is_captured(plan):
-            slot.device.apply_changes()
-            if plan.num_decodes:
-                self._carry(slot, plan.num_decodes)
+            self._complete(slot, plan)
 
     def forward(self, slot: Slot, plan: StepPlan) -> None:
         """Resets, forward pass and sampling; writes KV and the slot's outputs."""
@@ -83,20 +84,18 @@ class ComputeLane:
         features = variant(slot.features)
         self.sampler.allocate(features)
         if self.is_captured(plan):
-            self._graph(slot, (plan.bucket, plan.mixed_bucket), features).replay()
-        else:
-            self._run(slot, self._view(slot, plan), len(plan.sampled), features)
+            graph = self._graph(slot, (plan.bucket, plan.mixed_bucket), features)
+            if graph is not None:
+                graph.replay()
+                return
+            self._complete(slot, plan)  # which the graph was to do
+        self._run(slot, self._view(slot, plan), len(plan.sampled), features)
 
     def try_capture(self, slot: Slot) -> str:
         """Captures the smallest bucket. Where the model cannot be captured, graphs are off; returns why."""
-        if not self._use_graphs or not self.config.decode_buckets:
-            return ""
-        try:
+        if self._use_graphs and self.config.decode_buckets:
             self._graph(slot, (self.config.decode_buckets[0], 0), Features.NONE)
-        except RuntimeError as error:  # its forward pass waits for the device, or allocates by what it reads there
-            self._use_graphs = False
-            return str(error).splitlines()[0]
-        return ""
+        return self.refusal
 
     def offload(self, plan: StepPlan) -> None:
         """KV blocks to pinned host memory, on the current stream."""
@@ -112,6 +111,11 @@ class ComputeLane:
                 on_device[device].copy_(on_host[host], non_blocking=True)
 
     # ---- one step --------------------------------------------------------------------------------------------------
+
+    def _complete(self, slot: Slot, plan: StepPlan) -> None:
+        slot.device.apply_changes()
+        if plan.num_decodes:
+            self._carry(slot, plan.num_decodes)
 
     @torch.no_grad()  # here and not around what replays a graph: it costs the host microseconds
     def _carry(self, slot: Slot, count: int) -> None:
@@ -185,10 +189,18 @@ class ComputeLane:
         """Whether the step runs as one captured graph."""
         return self._use_graphs and (plan.bucket > 0 or (plan.mixed_bucket > 0 and self.model.backend.captures_mixed))
 
-    def _graph(self, slot: Slot, buckets: Buckets, features: Features) -> torch.cuda.CUDAGraph:
+    def _graph(self, slot: Slot, buckets: Buckets, features: Features) -> torch.cuda.CUDAGraph | None:
+        """None where the step cannot be captured: from then on none is."""
         key = (slot.index, buckets, features)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(slot, buckets, features)
+            try:
+                self._graphs[key] = self._capture(slot, buckets, features)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # its forward pass waits for the device, or allocates by what it reads there
+                self._use_graphs, self.refusal = False, str(error).splitlines()[0]
+                _end_capture_of_noise(self.tokens_out.device)
+                return None
         return self._graphs[key]
 
     def _capture(self, slot: Slot, buckets: Buckets, features: Features) -> torch.cuda.CUDAGraph:
@@ -233,3 +245,10 @@ class ComputeLane:
 
         self._host_keys = tuple(like(pool) for pool in self.kv.keys)
         self._host_values = tuple(like(pool) for pool in self.kv.values)
+
+
+def _end_capture_of_noise(device: torch.device) -> None:
+    """A capture that breaks off leaves torch's generator in it, and whoever draws next fails: it gets a new state."""
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index or 0]
+        generator.graphsafe_set_state(generator.clone_state())
