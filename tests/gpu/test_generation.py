@@ -25,7 +25,8 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 def tokens(name: str, depth: int, **engine: object) -> tuple[list[tuple[int, ...]], LLM]:
-    llm = LLM(TINY[name](), depth=depth, device="cuda", dtype="float32", dummy_weights=True, **engine)
+    options = {"dtype": "float32", "compile": False, **engine}
+    llm = LLM(TINY[name](), depth=depth, device="cuda", dummy_weights=True, **options)
     return [output.outputs[0].token_ids for output in llm.generate(prompts(12), GREEDY)], llm
 
 
@@ -52,7 +53,7 @@ def test_evictions_change_no_token(preemption: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_synchronizes_by_accident() -> None:
-    llm = LLM(TINY["llama"](), depth=2, device="cuda", dtype="float32", dummy_weights=True, **SMALL)
+    llm = LLM(TINY["llama"](), depth=2, device="cuda", dtype="float32", dummy_weights=True, compile=False, **SMALL)
     llm.generate(prompts(8), GREEDY)  # captures its graphs
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -120,3 +121,17 @@ def test_batch_invariant_tokens_do_not_depend_on_company() -> None:
     assert run(tight, asked) == together
     assert tight.scheduler.preemptions > 0
     assert run(engine(num_blocks=512), asked) != together  # so the comparison can fail
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_layers_give_the_same_tokens_at_every_depth(dtype: str) -> None:
+    """Captured and bound, with prompts that arrive while others decode; in float32 those of the layers as written."""
+    settings = {**SMALL, "max_num_seqs": 3, "max_num_batched_tokens": 48, "dtype": dtype, "compile": True}
+    expected, llm = tokens("llama", 1, **settings)
+    assert llm.model.compiled is not None
+    assert llm.model.compiled.is_bound
+    assert llm.model.compiled.num_beside == 2
+    for depth in (2, 3):
+        assert tokens("llama", depth, **settings)[0] == expected
+    if dtype == "float32":
+        assert tokens("llama", 1, **{**settings, "compile": False})[0] == expected
