@@ -193,10 +193,12 @@ class FaithfulExecutor:
         """Writes the keys of all query tokens and samples; reads nothing but the device's copies."""
         plan = ticket.plan
         num_seqs, num_tokens = len(plan.rows), plan.num_tokens
-        if plan.bucket:
-            num_seqs = num_tokens = max(num_seqs, plan.bucket)
         dev_in, kv, size, epoch = self.dev_in[plan.slot], self.kv, self._size, ticket.epoch
         dev_in.use((plan.bucket, plan.mixed_bucket))
+        if plan.bucket:
+            num_seqs = num_tokens = max(num_seqs, plan.bucket)
+        elif plan.mixed_bucket:  # a captured step: how many sequences there are is read on the device
+            num_seqs, num_tokens = int(dev_in.counts[1]), plan.mixed_bucket
         tokens, positions = dev_in.token_ids[:num_tokens].tolist(), dev_in.positions[:num_tokens].tolist()
         targets, starts = dev_in.kv_positions[:num_tokens].tolist(), dev_in.query_start[: num_seqs + 1].tolist()
         rows, lengths = dev_in.rows[:num_seqs].tolist(), dev_in.seq_lens[:num_seqs].tolist()
@@ -216,7 +218,7 @@ class FaithfulExecutor:
                 if query + 1 < last:  # the next query sees this one, through the table
                     digest = self._move_on(dev_in, row, past + query - first, digest)
             first = last
-        if plan.bucket > len(plan.rows):
+        if plan.bucket > len(plan.rows) or plan.mixed_bucket > plan.num_tokens:
             kv[NULL_BLOCK] = [UNWRITTEN] * size  # whatever padding writes there, nobody may read
         out, vocab_size = self.dev_out[plan.slot], self._vocab_size
         for place, at in enumerate(dev_in.logits_at[: len(plan.sampled)].tolist()):

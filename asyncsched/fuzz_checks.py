@@ -29,6 +29,7 @@ COUNTED = (
     "overshoot_rows",
     "prefill_chunks",
     "padded_steps",
+    "padded_mixed_steps",
     "carried_tokens",
     "prefix_hits",
     "evictions",
@@ -231,6 +232,8 @@ class Checker:
                     counts["prefix_hits"] += not set(blocks).intersection(plan.restore.device.tolist())
         if plan.bucket > n:
             counts["padded_steps"] += 1
+        if plan.mixed_bucket > plan.num_tokens:
+            counts["padded_mixed_steps"] += 1
         if plan.offload is not plan.restore:  # the empty ones are one
             counts["offloaded_blocks"] += len(plan.offload.host)
             counts["restored_blocks"] += len(plan.restore.host)

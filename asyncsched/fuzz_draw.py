@@ -67,17 +67,19 @@ def _draw_config(draw: random.Random, options: FuzzOptions, longest: int) -> Eng
     window = draw.choice((None,) * 9 + (1, 4, 9)) if "window" not in avoid else None
     chunked = draw.random() < 0.85 or "chunked-off" in avoid
     policies: dict[str, Any] = _draw_policies(draw, options)
+    budget = draw.choice((1, 4, 16, longest, longest)) if chunked else longest + draw.randint(0, 8)
     return EngineConfig(
         depth=depth,
         batching="static" if depth == 1 and draw.random() < 0.2 else "continuous",
         max_num_seqs=seats,
-        max_num_batched_tokens=draw.choice((1, 4, 16, longest, longest)) if chunked else longest + draw.randint(0, 8),
+        max_num_batched_tokens=budget,
         max_model_len=longest,
         block_size=block_size,
         enable_prefix_caching=draw.random() < 0.4 and "prefix" not in avoid,
         enable_chunked_prefill=chunked,
         sliding_window=window,
         decode_buckets=draw.choice(((), (), tuple(range(1, seats + 1)), (seats,), tuple(sorted({1, seats})))),
+        mixed_buckets=draw.choice(((), (), (), (budget,), tuple(sorted({-(-budget // 2), budget})))),
         vocab_size=draw.choice((11, 97, 1000, 2**31 - 1)),
         **policies,
     )

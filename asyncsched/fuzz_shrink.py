@@ -83,6 +83,7 @@ def _simpler_engines(scenario: Scenario) -> Iterator[Scenario]:
         "enable_chunked_prefill": True,
         "sliding_window": None,
         "decode_buckets": (),
+        "mixed_buckets": (),
         "admission": "fcfs",
         "victim": "latest-arrival",
         "reservation": "optimistic",

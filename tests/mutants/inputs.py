@@ -13,6 +13,7 @@ FILL = "inputs.SlotInputs._fill_decodes"
 MASK = "self.carry[:count] = plan.carry"
 CHUNKS = "inputs.SlotInputs._fill_chunks"
 PAD = "inputs.SlotInputs._pad"
+PAD_TOKENS = "inputs.SlotInputs._pad_mixed"
 
 
 def overlapping_regions(init: Callable[..., None]) -> Callable[..., None]:
@@ -128,5 +129,20 @@ INPUTS = (
         (around("scheduler._bucket", lambda bucket: lambda buckets, size: 0),),
         "19-padding-row-in-a-full-pool",
         19,
+    ),
+    Mutant(
+        "padding tokens of a captured step write to a real block",
+        (rewrite(PAD_TOKENS, ("kv_positions[padding] = NULL_BLOCK", "kv_positions[padding] = self._block_size")),),
+        "padding tokens in a full pool",
+    ),
+    Mutant(
+        "a captured step keeps the number of sequences of the one before",
+        (rewrite(CHUNKS, ("self.counts[:] =", "counts =")),),
+        "padding tokens in a full pool",
+    ),
+    Mutant(
+        "no step is padded to a number of tokens",
+        (rewrite("scheduler.Scheduler._seal", ("_bucket(self.config.mixed_buckets, num_tokens)", "0")),),
+        "padding tokens in a full pool",
     ),
 )

@@ -350,6 +350,17 @@ case(
 )
 
 
+case(
+    "padding tokens in a full pool",
+    engine(num_blocks=12, mixed_buckets=(6, 8)),
+    *batch(3, 2, 7),
+    occurred=lambda played: any(
+        not event.available and event.plan.mixed_bucket > event.plan.num_tokens for event in played.all(Planned)
+    ),
+    right=counted(padded_mixed_steps=5),
+)
+
+
 def leaves_its_seat(played: Played) -> bool:
     """A plan is made without a request whose last step is in flight, and with others."""
     last = {n: max(step for step, _, _ in played.rows_of(n)) for n in range(len(played.notices()))}
