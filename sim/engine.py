@@ -124,6 +124,11 @@ class SimEngine:
         self.inbox.put(request)
         self.notify()
 
+    @property
+    def host_ns(self) -> int:
+        """The time of what the host does next."""
+        return max(self.lanes.free[HOST], int(self.env.now))
+
     def notify(self) -> None:
         """Something was put into the inbox, or it was closed."""
         if self._wake is not None and not self._wake.triggered:

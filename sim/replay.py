@@ -6,7 +6,7 @@ belong to the simulation, and nothing measured enters it but arrivals and length
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,8 +60,9 @@ def replay(
     scheduler = Scheduler(config)
     count = len(workload.arrival_ns)
     env = simpy.Environment(initial_time=0)
-    steps = _Steps(env, workload)
+    steps = _Steps(workload)
     engine = SimEngine(env, scheduler, costs, np.zeros(count, dtype=np.int64), leaps=False, on_plan=steps.note)
+    steps.host_ns = lambda: engine.host_ns
     env.process(_arrive(env, engine, workload, config.enable_prefix_caching))
     process = env.process(engine.run())
     if until is None:
@@ -98,18 +99,20 @@ def replay(
 class _Steps:
     """Notes of every plan which requests it admits, and whose first or last token it samples."""
 
-    def __init__(self, env: simpy.Environment, workload: Workload) -> None:
+    host_ns: Callable[[], int]
+    """The host's own time, which may run ahead of the environment's."""
+
+    def __init__(self, workload: Workload) -> None:
         count = len(workload.arrival_ns)
         self.admitted, self.first, self.last = (np.full(count, NO_STEP, dtype=np.int64) for _ in range(3))
         self.shapes: list[StepShape] = []
         self.planned_ns: list[int] = []
-        self._env = env
         self._prompt = workload.prompt_tokens
         self._end = workload.prompt_tokens + workload.output_tokens - 1
 
     def note(self, plan: StepPlan) -> None:
         self.shapes.append(StepShape.of(plan))
-        self.planned_ns.append(int(self._env.now))
+        self.planned_ns.append(self.host_ns())
         chunks = plan.requests[plan.num_decodes :]
         self.admitted[chunks[self.admitted[chunks] == NO_STEP]] = plan.step
         sampled, ends = plan.requests[plan.sampled_at], plan.sampled_ends
