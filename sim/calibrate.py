@@ -18,6 +18,8 @@ from asyncsched.errors import ConfigError
 from asyncsched.runs import UNKNOWN, IntArray, Run
 from sim.compute_fit import FEW, ComputeSteps, Mask, fit_compute, workloads_of
 from sim.fitting import FloatArray, fit, quality, ratios
+from sim.host_speed import SPEED_KINDS, fit_speed
+from sim.predict import longest_contexts
 from sim.profile import STEP_KINDS, CopyProfile, FitItem, GpuProfile, HostPrice, HostProfile, JitterProfile, Profile
 
 TAIL_NS = 300_000  # a step that ends so soon after its launch may have waited for it
@@ -67,6 +69,9 @@ class Samples:
     eager: Mask
     head: FloatArray
     tail: FloatArray
+    planned: FloatArray
+    context: IntArray
+    longest: IntArray
     gap: FloatArray
     workload: IntArray
     collect: FloatArray
@@ -149,6 +154,9 @@ def _samples(run: Run, number: int, workload: int) -> Samples:
         eager=(steps["bucket"] == 0) & (steps["mixed_bucket"] == 0),
         head=_us(head),
         tail=_us(compute_end - launched),
+        planned=_us(steps.start("plan")),
+        context=np.maximum(steps["kv_tokens"] - steps["num_prefill_tokens"], 0),
+        longest=longest_contexts(run),
         gap=_us(steps.start("compute") - before),
         workload=np.full(count, workload),
         collect=_us(steps.start("commit") - np.maximum(collecting, ready)),
@@ -209,7 +217,7 @@ def _submits(run: Run) -> FloatArray:
 def _host(samples: Samples) -> tuple[HostProfile, dict[str, FitItem], dict[str, Any]]:
     prices: dict[str, Any] = {}
     items: dict[str, FitItem] = {}
-    jitter: dict[str, Any] = {}
+    work: dict[str, tuple[Mask, FloatArray, FloatArray]] = {}
     rows = {
         "plan": np.ones(len(samples), dtype=bool),
         "fill": np.ones(len(samples), dtype=bool),
@@ -227,7 +235,17 @@ def _host(samples: Samples) -> tuple[HostProfile, dict[str, FitItem], dict[str, 
         sizes = {size: samples.sizes[size][chosen] for size in ("num_seqs", "num_prefill_tokens")}
         prices[kind], predicted = _host_price(measured, busy, sizes)
         items[f"host.{kind}"] = quality(measured, predicted, sizes)
-        jitter[kind] = ratios(measured, predicted)
+        work[kind] = chosen, measured, predicted
+    speed = fit_speed(
+        [(chosen, measured, predicted) for kind, (chosen, measured, predicted) in work.items() if kind in SPEED_KINDS],
+        samples.planned,
+        samples.run,
+    )
+    jitter = {
+        kind: ratios(measured, predicted * speed.of_step[chosen])
+        for kind, (chosen, measured, predicted) in work.items()
+    }
+    jitter["host"] = speed.table
     quick, waited = samples.collect[~samples.waited], samples.collect[samples.waited]
     collect = _middle(quick) if len(quick) >= FEW else _middle(waited)
     heads = samples.idle & (samples.lanes["compute"] > 0) & ~np.array(samples.inline)
@@ -242,6 +260,7 @@ def _host(samples: Samples) -> tuple[HostProfile, dict[str, FitItem], dict[str, 
         collect_us=collect,
         wake_us=max(_middle(waited) - collect, 0.0),
         submit_us=_middle(samples.submit),
+        hold_ms=speed.hold_ms,
     )
     return profile, items, jitter
 
@@ -304,10 +323,13 @@ def _gpu(samples: Samples) -> tuple[GpuProfile, dict[str, FitItem], dict[str, An
         size=size[computed],
         padded=(bucket + mixed > 0)[computed],
         kv_tokens=samples.sizes["kv_tokens"][computed],
+        context=samples.context[computed],
+        longest=samples.longest[computed],
         attn_pairs=samples.sizes["attn_pairs"][computed],
         overlap=samples.overlap[computed],
         idle=samples.idle[computed],
         free=free[computed],
+        beside=(~decode & (samples.sizes["num_decodes"] > 0))[computed],
         run=samples.run[computed],
         workload=samples.workload[computed],
         inline=samples.inline,
@@ -322,8 +344,9 @@ def _gpu(samples: Samples) -> tuple[GpuProfile, dict[str, FitItem], dict[str, An
                 name: samples.sizes[name][computed][rows] for name in ("num_seqs", "num_prefill_tokens", "kv_tokens")
             }
             items[f"gpu.{kind}"] = quality(steps.duration[rows], found.predicted[rows], sizes)
-            corners = found.values["decode_seqs" if kind == "decode" else "tokens"]
-            jitter[kind] = ratios(steps.duration[rows], (found.predicted * found.of_run)[rows], len(corners) + 2)
+            unknowns = {name: len(found.values.get(name, {}).get("tokens", ())) for name in ("eager", "padded")}
+            count = len(found.values["decode_seqs"]) if kind == "decode" else max(unknowns.values())
+            jitter[kind] = ratios(steps.duration[rows], (found.predicted * found.of_run)[rows], count + 2)
     return GpuProfile(**found.values, gap_us=max(gap, 0.0)), items, jitter
 
 

@@ -19,6 +19,7 @@ from sim.fitting import FloatArray, corners_of, fit, hats, ramps, ratios
 FEW = 8  # steps of a run that say something about the run
 TOKEN_CORNERS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384)
 KV_CORNERS = tuple(1024 * 4**power for power in range(7))
+WHOLE_SEQS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LIMIT_TRUST = 0.02  # in a sample that is an upper limit only
 BETWEEN = 1 / 3
 """Where truth lies between fits that know a workload, which are too sure, and fits that have lost it."""
@@ -32,6 +33,9 @@ class ComputeSteps:
 
     decode    whether the step is of decodes alone
     size      its sequences or, where it prefills, its tokens; padded ones count
+    padded    to a bucket
+    context   KV positions that it reads and does not compute; `longest` is of the longest sequence
+    beside    it prefills, and has decodes as well
     overlap   several steps were in flight
     idle      the lane had nothing to do when the step was enqueued
     free      it cannot have waited for its launch; the others are upper limits
@@ -44,10 +48,13 @@ class ComputeSteps:
     size: IntArray
     padded: Mask
     kv_tokens: IntArray
+    context: IntArray
+    longest: IntArray
     attn_pairs: IntArray
     overlap: Mask
     idle: Mask
     free: Mask
+    beside: Mask
     run: IntArray
     workload: IntArray
     inline: bool
@@ -70,9 +77,12 @@ class ComputeFit:
 def fit_compute(steps: ComputeSteps) -> ComputeFit:
     """The fit to all steps."""
     everything = np.ones(len(steps.duration), dtype=bool)
-    contention = _contention(steps, everything)
-    values, predicted = _fit(steps, everything, contention)
-    unseen = _unseen(steps, contention)
+    contention = 1.0
+    for _ in range(2):  # one depends on the other, weakly
+        whole = _whole_seqs(steps, contention)
+        contention = _contention(steps, everything, whole)
+    values, predicted = _fit(steps, everything, contention, whole)
+    unseen = _unseen(steps, contention, whole)
     of_run = np.ones(len(predicted))
     tables = []
     for rows in (steps.decode, ~steps.decode & steps.free):
@@ -92,14 +102,33 @@ def fit_compute(steps: ComputeSteps) -> ComputeFit:
     return ComputeFit(values, predicted, of_run, (tables[0], tables[1]))
 
 
-def _contention(steps: ComputeSteps, train: Mask) -> float:
+def _whole_seqs(steps: ComputeSteps, contention: float) -> int:
+    """The batch size from which on the longest sequence counts whole: the one that leaves the least over, of workloads
+    that a fit knows and of those that it does not."""
+    if not steps.decode.any():
+        return 1
+
+    def leftover(whole: int) -> float:
+        total = 0.0
+        for guess in (
+            _fit(steps, steps.decode, contention, whole)[1],
+            _unseen(steps, contention, whole, decodes_only=True),
+        ):
+            errors = np.abs(guess / steps.duration - 1)[steps.decode & ~np.isnan(guess)]
+            total += float(np.minimum(errors, 0.2).sum())
+        return total
+
+    return min(WHOLE_SEQS, key=leftover)
+
+
+def _contention(steps: ComputeSteps, train: Mask, whole: int) -> float:
     """Searched coarsely, then finely; the smaller one where it makes no difference."""
     if steps.inline or steps.overlap.all() or not steps.overlap.any():
         return 1.0
     weighed = steps.free & train
 
     def leftover(contention: float) -> float:
-        predicted = _fit(steps, train, contention)[1]
+        predicted = _fit(steps, train, contention, whole)[1]
         errors = np.abs(predicted[weighed] / steps.duration[weighed] - 1)
         total: float = np.minimum(errors, 0.2).sum() * (1 + 1e-3 * contention)
         return total
@@ -111,7 +140,7 @@ def _contention(steps: ComputeSteps, train: Mask) -> float:
     return found
 
 
-def _unseen(steps: ComputeSteps, contention: float) -> FloatArray:
+def _unseen(steps: ComputeSteps, contention: float, whole: int, decodes_only: bool = False) -> FloatArray:
     """Each step as fits predict it that know nothing of its workload; NaN where its sizes are beyond all they know."""
     predicted = np.full(len(steps.duration), np.nan)
     workloads = np.unique(steps.workload)
@@ -119,7 +148,7 @@ def _unseen(steps: ComputeSteps, contention: float) -> FloatArray:
         return predicted
     for workload in workloads:
         mine = steps.workload == workload
-        guess = _fit(steps, ~mine, contention)[1]
+        guess = _fit(steps, ~mine & (steps.decode | (not decodes_only)), contention, whole)[1]
         for rows in (steps.decode, ~steps.decode):
             theirs, ours = steps.size[rows & ~mine], steps.size[rows & mine]
             if len(theirs) and len(ours) and theirs.min() <= ours.min() and ours.max() <= theirs.max():
@@ -127,15 +156,16 @@ def _unseen(steps: ComputeSteps, contention: float) -> FloatArray:
     return predicted
 
 
-def _fit(steps: ComputeSteps, train: Mask, contention: float) -> tuple[dict[str, Any], FloatArray]:
+def _fit(steps: ComputeSteps, train: Mask, contention: float, whole: int) -> tuple[dict[str, Any], FloatArray]:
     """Keys of GpuProfile, and every step as they predict it."""
     factor = np.where(steps.overlap, contention, 1.0)
     predicted = np.zeros(len(steps.duration))
-    values: dict[str, Any] = {"contention": contention, "idle_start_us": 0.0}
+    values: dict[str, Any] = {"contention": contention, "idle_start_us": 0.0, "whole_seqs": whole}
     if (steps.decode & train).any():
         _fit_decodes(steps, train, factor, values, predicted)
-    if (~steps.decode & train).any():
-        _fit_prefills(steps, train, factor, values, predicted)
+    for name, padded in (("eager", False), ("padded", True)):
+        if (~steps.decode & train & (steps.padded == padded)).any():
+            values[name] = _fit_prefills(steps, padded, train, factor, values["idle_start_us"], predicted)
     return values, predicted
 
 
@@ -152,10 +182,12 @@ def _fit_decodes(
 
     def terms(rows: Mask) -> list[FloatArray]:
         own = [(steps.idle[rows] / factor[rows]).astype(float)] if starts else []
-        return [*hats(steps.size[rows], corners), *ramps(steps.kv_tokens[rows], kv_corners), *own]
+        share = np.minimum(steps.size[rows] / values["whole_seqs"], 1.0) * steps.longest[rows]
+        return [*hats(steps.size[rows], corners), share, *ramps(steps.kv_tokens[rows], kv_corners), *own]
 
     found = fit(terms(fitted), steps.duration[fitted] / factor[fitted], smooth=[range(len(corners))])
-    bases, slopes = np.split(found.coefficients, [len(corners)])
+    bases, slopes = np.split(found.coefficients, [len(corners) + 1])
+    bases, values["us_per_longest"] = bases[:-1], float(bases[-1])
     if starts:
         slopes, values["idle_start_us"] = slopes[:-1], float(slopes[-1])
     values["decode_seqs"], values["decode_us"] = tuple(corners), tuple(bases.tolist())
@@ -164,24 +196,33 @@ def _fit_decodes(
 
 
 def _fit_prefills(
-    steps: ComputeSteps, train: Mask, factor: FloatArray, values: dict[str, Any], predicted: FloatArray
-) -> None:
-    fitted = ~steps.decode & train
-    buckets = np.unique(steps.size[fitted & steps.padded]).tolist()
-    corners = corners_of(steps.size[fitted], sorted({*TOKEN_CORNERS, *buckets}), 3)
-    start = np.where(steps.idle, values["idle_start_us"], 0.0)
+    steps: ComputeSteps, padded: bool, train: Mask, factor: FloatArray, idle_start: float, predicted: FloatArray
+) -> dict[str, Any]:
+    """Keys of PrefillPrice, for steps padded to a mixed bucket or for those launched kernel by kernel.
 
-    def terms(rows: Mask) -> list[FloatArray]:
-        linear = [steps.kv_tokens[rows].astype(float), steps.attn_pairs[rows].astype(float)]
-        return [*hats(steps.size[rows], corners), *linear]
+    A captured graph computes its decodes as it does prefills, without splitting sequences among programs, so that the
+    longest one counts; its buckets are corners, for they are steps and not a line. Where no step was launched kernel by
+    kernel, captured ones of that size say what it takes.
+    """
+    rows = ~steps.decode & (steps.padded == padded)
+    fitted = (rows if padded else ~steps.decode) & train
+    sizes = steps.size[fitted]
+    corners = np.unique(sizes).tolist() if padded else corners_of(sizes, TOKEN_CORNERS, 3)
+    start = np.where(steps.idle, idle_start, 0.0)
+    names = ["us_per_attn_pair", "us_per_token_and_decode", "us_per_context_token", "us_per_longest"]
+
+    def terms(chosen: Mask) -> list[FloatArray]:
+        beside = np.where(steps.beside, steps.size, 0)
+        linear = [steps.attn_pairs, beside, steps.context, *([steps.longest] if padded else [])]
+        return [*hats(steps.size[chosen], corners), *(term[chosen].astype(float) for term in linear)]
 
     measured = np.maximum(steps.duration - start, 0.0) / factor
-    trust = np.where(steps.free[fitted], 1.0, LIMIT_TRUST)
+    trust = np.where(steps.free & rows, 1.0, LIMIT_TRUST)[fitted]
     found = fit(terms(fitted), measured[fitted], smooth=[range(len(corners))], trust=trust)
-    values["tokens"], values["tokens_us"] = tuple(corners), tuple(found.coefficients[:-2].tolist())
-    values["us_per_kv_token_mixed"], values["us_per_attn_pair"] = found.coefficients[-2:].tolist()
-    rows = ~steps.decode
     predicted[rows] = np.stack(terms(rows), axis=1) @ found.coefficients * factor[rows] + start[rows]
+    bases, prices = np.split(found.coefficients, [len(corners)])
+    line = {"tokens": tuple(corners), "tokens_us": tuple(bases.tolist())}
+    return {**line, **dict(zip(names, prices.tolist(), strict=False))}
 
 
 def workloads_of(keys: Sequence[object]) -> list[int]:

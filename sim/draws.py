@@ -36,6 +36,7 @@ class Stream(IntEnum):
     DESIGN = 15
     DELIVER = 16
     RUN = 17
+    HOST_SPEED = 18
 
 
 def generator(seed: int, stream: Stream, block: int = 0, replica: int = 0) -> np.random.Generator:

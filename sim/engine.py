@@ -83,7 +83,7 @@ class SimEngine:
         self.inbox = Inbox()
         self.metrics = ServingMetrics(most_gaps)
         self.lanes: Lanes | MeasuredLanes = (
-            MeasuredLanes(costs, timeline)
+            MeasuredLanes(costs, timeline, scheduler.config.sliding_window)
             if isinstance(costs, MeasuredCosts)
             else Lanes(costs, scheduler.config.depth, timeline)
         )

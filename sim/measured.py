@@ -7,6 +7,8 @@ time. Order still comes from the program alone.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from asyncsched.plan import StepPlan, StepShape
@@ -15,7 +17,7 @@ from asyncsched.timeline import LANES as NAMES
 from asyncsched.timeline import LaneAccount, Span, StepTimes, Timeline
 from sim.draws import FloatArray, Stream, generator
 from sim.lanes import COMPUTE, D2H, H2D, HOST
-from sim.profile import QUANTILES, HostPrice, Profile
+from sim.profile import QUANTILES, HostPrice, PrefillPrice, Profile
 
 BLOCK = 1024  # multipliers drawn at a time
 
@@ -65,11 +67,12 @@ class MeasuredCosts:
         self._factor = 1e3 * gpu.scale * contention
         self._decode = np.array(gpu.decode_seqs, dtype=float), np.array(gpu.decode_us)
         self._kv = np.array(gpu.kv_tokens, dtype=float), np.array(gpu.kv_us)
-        self._tokens = np.array(gpu.tokens, dtype=float), np.array(gpu.tokens_us)
+        self._prefill = {padded: _Prefill(price) for padded, price in ((False, gpu.eager), (True, gpu.padded))}
         self._idle_start = gpu.idle_start_us * 1e3
         self.gap_ns = round(gpu.gap_us * 1e3)
         self._tables = {name: np.array(getattr(profile.jitter, name)) for name in _STREAMS}
         self._draws: dict[Stream, tuple[int, list[float]]] = {}
+        self._speed = _Speed(profile, seed, replica)
         draw = 0.5 if seed is None else generator(seed, Stream.RUN, 0, replica).random()
         decode, mixed = (
             float(np.interp(draw, QUANTILES, table)) if seed is not None and table else 1.0
@@ -77,39 +80,38 @@ class MeasuredCosts:
         )
         self._run = {"decode": decode, "mixed": mixed, "prefill": mixed}
 
-    def host_ns(self, kind: str, shape: StepShape, step: int, busy: bool) -> int:
-        """Host work; `busy`: the compute lane computes beside it."""
+    def host_ns(self, kind: str, shape: StepShape, step: int, busy: bool, now: int = 0) -> int:
+        """Host work that begins at `now`; `busy`: the compute lane computes beside it."""
         base, per_seq, per_token = self._host[kind]
         price = base + per_seq * shape.num_seqs + per_token * shape.num_prefill_tokens
         if busy:
             price *= self._busy[kind]
-        return round(price * self._multiplier(kind, step))
+        return round(price * self._multiplier(kind, step) * self._speed.at(now))
 
-    def launch_ns(self, shape: StepShape, step: int, busy: bool) -> tuple[int, int]:
+    def launch_ns(self, shape: StepShape, step: int, busy: bool, now: int = 0) -> tuple[int, int]:
         """A launch: until the compute lane can start, and the rest."""
         eager = not shape.bucket and not shape.mixed_bucket
-        whole = self.host_ns("eager_launch" if eager else "launch", shape, step, busy)
-        head = min(round(self._heads[eager]), whole)
+        whole = self.host_ns("eager_launch" if eager else "launch", shape, step, busy, now)
+        head = min(round(self._heads[eager] * self._speed.at(now)), whole)
         return head, whole - head
 
-    def collect_ns(self, waited: bool) -> int:
-        return round(self._collect + (self._wake if waited else 0.0))
+    def collect_ns(self, waited: bool, now: int = 0) -> int:
+        return round((self._collect + (self._wake if waited else 0.0)) * self._speed.at(now))
 
     def submit_ns(self, count: int) -> int:
         return round(self._submit * count)
 
-    def forward_ns(self, shape: StepShape, step: int, idle: bool) -> int:
-        """Carry-over, forward pass and sampling; `idle`: the lane had nothing to do before."""
+    def forward_ns(self, shape: StepShape, longest: int, step: int, idle: bool) -> int:
+        """Carry-over, forward pass and sampling; `idle`: the lane had nothing to do before. `longest`: KV positions of
+        the longest sequence."""
         kind = step_kind(shape)
         gpu = self.profile.gpu
         if kind == "decode":
-            price = _between(shape.bucket or shape.num_seqs, *self._decode) + _between(shape.kv_tokens, *self._kv)
+            size = shape.bucket or shape.num_seqs
+            price = _between(size, *self._decode) + _between(shape.kv_tokens, *self._kv)
+            price += gpu.us_per_longest * longest * min(size / gpu.whole_seqs, 1.0)
         else:
-            price = (
-                _between(shape.mixed_bucket or shape.num_tokens, *self._tokens)
-                + gpu.us_per_kv_token_mixed * shape.kv_tokens
-            )
-            price += gpu.us_per_attn_pair * shape.attn_pairs
+            price = self._prefill[shape.mixed_bucket > 0].us(shape, longest)
         price *= self._factor * self._run[kind] * self._multiplier(kind, step)
         return round(price + (self._idle_start if idle else 0.0))
 
@@ -138,6 +140,52 @@ class MeasuredCosts:
         return float(np.interp(draws[offset], QUANTILES, table))
 
 
+class _Prefill:
+    """What steps that prefill take, in microseconds."""
+
+    def __init__(self, price: PrefillPrice) -> None:
+        self._price = price
+        self._line = np.array(price.tokens, dtype=float), np.array(price.tokens_us)
+
+    def us(self, shape: StepShape, longest: int) -> float:
+        price, tokens = self._price, shape.mixed_bucket or shape.num_tokens
+        us = _between(tokens, *self._line) + price.us_per_attn_pair * shape.attn_pairs
+        us += price.us_per_context_token * context_tokens(shape.kv_tokens, shape.num_prefill_tokens)
+        us += price.us_per_longest * longest
+        return us + (price.us_per_token_and_decode * tokens if shape.num_decodes else 0.0)
+
+
+class _Speed:
+    """How slow the host is: it keeps a speed for some time, then takes another. Asked for times that never fall."""
+
+    def __init__(self, profile: Profile, seed: int | None, replica: int) -> None:
+        self._table = np.array(profile.jitter.host)
+        self._hold = profile.host.hold_ms * 1e6
+        self._until, self._ratio = 0.0, 1.0
+        if seed is None or not len(self._table) or not self._hold:
+            self._until = math.inf
+        else:
+            self._random = generator(seed, Stream.HOST_SPEED, 0, replica)
+
+    def at(self, now: int) -> float:
+        while now >= self._until:
+            draw, hold = self._random.random(2).tolist()
+            self._ratio = float(np.interp(draw, QUANTILES, self._table))
+            self._until += 2 * self._hold * hold  # uniform: logarithms differ between machines
+        return self._ratio
+
+
+def context_tokens(kv_tokens: int, num_prefill_tokens: int) -> int:
+    """KV positions that a step reads and does not compute itself."""
+    return max(kv_tokens - num_prefill_tokens, 0)
+
+
+def longest_context(plan: StepPlan, sliding_window: int | None = None) -> int:
+    """KV positions of the longest sequence of a step."""
+    longest = int(plan.ends.max(initial=0))
+    return longest if sliding_window is None else min(longest, sliding_window)
+
+
 def _linear(price: HostPrice, scale: float) -> tuple[float, float, float]:
     ns = 1e3 * scale
     return price.us * ns, price.us_per_seq * ns, price.us_per_prefill_token * ns
@@ -156,8 +204,9 @@ def _between(size: int, sizes: FloatArray, durations: FloatArray) -> float:
 class MeasuredLanes:
     """`Lanes` for measured prices: the same questions, answered with what real lanes do. Nanoseconds."""
 
-    def __init__(self, costs: MeasuredCosts, timeline: Timeline | None) -> None:
+    def __init__(self, costs: MeasuredCosts, timeline: Timeline | None, sliding_window: int | None = None) -> None:
         self.costs = costs
+        self._window = sliding_window
         self.timeline = timeline
         self.account = LaneAccount()
         self.free = [0, 0, 0, 0]
@@ -166,7 +215,7 @@ class MeasuredLanes:
 
     def host(self, kind: str, plan: StepPlan, shape: StepShape) -> None:
         """Host work of a step; after its plan comes the delay, if there is one."""
-        self._work(kind, plan, shape, self.costs.host_ns(kind, shape, plan.step, self._busy))
+        self._work(kind, plan, shape, self.costs.host_ns(kind, shape, plan.step, self._busy, self.free[HOST]))
         if kind == "plan" and self.costs.delay_ns:
             self._work("delay", plan, shape, self.costs.delay_ns)
 
@@ -181,12 +230,12 @@ class MeasuredLanes:
         for op in template.launched:
             lane, kind = _LANES[op.lane], op.kind
             if kind is OpKind.FILL:
-                self._work("fill", plan, shape, costs.host_ns("fill", shape, step, self._busy))
+                self._work("fill", plan, shape, costs.host_ns("fill", shape, step, self._busy, free[HOST]))
                 started = free[HOST]
                 continue
             if lane == COMPUTE and not launched:
                 launched = True
-                head, rest = costs.launch_ns(shape, step, self._busy)
+                head, rest = costs.launch_ns(shape, step, self._busy, free[HOST])
                 free[HOST] += head
                 self.account.busy["host"] += head + rest
             if kind is OpKind.RECORD:
@@ -206,7 +255,7 @@ class MeasuredLanes:
         ready = self._recorded[template.ops[-1].event]  # type: ignore[index]  # synchronize names an event
         end = max(start, ready)
         self._span("host", "collect", plan, start, end, len(plan.sampled))
-        price = self.costs.collect_ns(ready > start)
+        price = self.costs.collect_ns(ready > start, end)
         self.free[HOST] = end + price
         self.account.busy["host"] += price
 
@@ -239,7 +288,8 @@ class MeasuredLanes:
             start = max(start, self.account.last_end_ns + costs.gap_ns)
         end = start
         if plan.num_tokens:
-            end += costs.forward_ns(shape, plan.step, idle=enqueued >= self.account.last_end_ns)
+            idle = enqueued >= self.account.last_end_ns
+            end += costs.forward_ns(shape, longest_context(plan, self._window), plan.step, idle)
             if not shape.bucket and not shape.mixed_bucket and not costs.inline:
                 end = max(end, enqueued + rest + costs.eager_tail_ns)
         self.account.step(StepTimes(enqueued, start, end, self.idle, costs.gap_ns))

@@ -14,13 +14,14 @@ import simpy
 
 from asyncsched.errors import ConfigError
 from asyncsched.pipeline import Abort, Command, Inbox, Submit
+from asyncsched.plan import StepPlan
 from asyncsched.request import SamplingParams
 from asyncsched.run_log import Entry, RunLog
-from asyncsched.runs import UNKNOWN, RequestLog, Run
+from asyncsched.runs import UNKNOWN, IntArray, RequestLog, Run
 from asyncsched.scheduler import Scheduler
 from asyncsched.timeline import Timeline
 from sim.engine import END, TEXT, SimEngine
-from sim.measured import MeasuredCosts
+from sim.measured import MeasuredCosts, longest_context
 from sim.profile import Profile
 
 NOWHERE = 2**40  # the position of an END that is never reached
@@ -48,8 +49,9 @@ def predict(run: Run, profile: Profile, *, seed: int | None = None, depth: int |
     return _as_run(run, simulated, timeline, {**run.info.engine, **changes})
 
 
-def replay(run: Run) -> tuple[str, ...]:
-    """The decisions of a scheduler into which everything enters before the same plans as in the run."""
+def replay(run: Run, on_plan: Callable[[StepPlan], None] | None = None) -> tuple[str, ...]:
+    """The decisions of a scheduler into which everything enters before the same plans as in the run. `on_plan` is shown
+    the plans."""
     entered = run.requests.entered_plan
     if len(entered) and (entered == UNKNOWN).any():
         raise ConfigError("requests.entered_plan", None, f"run {run.info.name} does not say when requests entered")
@@ -57,13 +59,25 @@ def replay(run: Run) -> tuple[str, ...]:
     scheduler = Scheduler(config)
     env = simpy.Environment(initial_time=0)
     costs = MeasuredCosts(Profile(), depth=config.depth, seed=None)
-    engine = SimEngine(env, scheduler, costs, _last_positions(run.requests, aborted=NOWHERE))
+    engine = SimEngine(env, scheduler, costs, _last_positions(run.requests, aborted=NOWHERE), on_plan=on_plan)
     engine.log = log = RunLog(scheduler)
     engine.inbox = _ReplayInbox(_commands(run.requests), lambda: Entry(scheduler.plans, log.commits))
     for number in range(len(run.requests)):
         engine.metrics.arrived(number, 0)
     env.run(env.process(engine.run()))
     return log.decisions()
+
+
+def longest_contexts(run: Run) -> IntArray:
+    """KV positions of the longest sequence of each step, from a replay. Where the run cannot be replayed, or not to the
+    same decisions, the mean over the step's sequences, which is the least that it can be."""
+    steps, window = run.steps, run.info.engine.get("sliding_window")
+    mean = -(-steps["kv_tokens"] // np.maximum(steps["num_seqs"], 1))
+    if not run.decisions or (run.requests.entered_plan == UNKNOWN).any():
+        return mean
+    longest: list[int] = []
+    same = replay(run, lambda plan: longest.append(longest_context(plan, window))) == run.decisions
+    return np.array(longest, dtype=np.int64) if same and len(longest) == len(steps) else mean
 
 
 class _ReplayInbox(Inbox):

@@ -54,6 +54,7 @@ class HostProfile(Section):
     eager_tail_us   a step launched kernel by kernel ends so long after its launch, or later
     collect_us      to take over a step's tokens; wake_us more where the host had to wait for them
     submit_us       per request that arrives
+    hold_ms         how long the host keeps one speed, on average; its speeds are in the jitter
     delay_us        a busy-wait in each step, a testing aid of recordings; `scale` does not stretch it
     """
 
@@ -71,6 +72,7 @@ class HostProfile(Section):
     collect_us: Time = 0.0
     wake_us: Time = 0.0
     submit_us: Time = 0.0
+    hold_ms: Time = 0.0
     delay_us: Time = 0.0
 
 
@@ -86,13 +88,45 @@ class CopyProfile(Section):
     offload_us_per_block: Time = 0.0
 
 
+def _check_line(section: Section, sizes: str, durations: str) -> None:
+    xs, ys = getattr(section, sizes), getattr(section, durations)
+    if list(xs) != sorted(set(xs)):
+        raise ConfigError(sizes, xs, "use increasing sizes")
+    if len(xs) != len(ys):
+        raise ConfigError(durations, ys, f"one duration is needed for each of {len(xs)} {sizes}")
+
+
+class PrefillPrice(Section):
+    """Steps that prefill.
+
+    tokens, tokens_us        all tokens of a step, padded ones too, and what it takes
+    us_per_context_token     KV positions that it reads and does not compute, summed over sequences
+    us_per_longest           KV positions of its longest sequence
+    us_per_attn_pair         pairs of query and key
+    us_per_token_and_decode  tokens of steps that have decodes as well
+    """
+
+    tokens: Sizes = ()
+    tokens_us: Durations = ()
+    us_per_context_token: Time = 0.0
+    us_per_longest: Time = 0.0
+    us_per_attn_pair: Time = 0.0
+    us_per_token_and_decode: Time = 0.0
+
+    @model_validator(mode="after")
+    def _check_corners(self) -> Self:
+        _check_line(self, "tokens", "tokens_us")
+        return self
+
+
 class GpuProfile(Section):
     """Steps on the compute lane, carry-over and sampling included. `scale` is for what-ifs.
 
     decode_seqs, decode_us   sequences of a decode step (its bucket where it is padded), and what it takes
-    tokens, tokens_us        the same for steps that prefill, by all their tokens
     kv_tokens, kv_us         KV positions that a decode step reads, summed over sequences, and what that adds
-    us_per_kv_token_mixed, us_per_attn_pair   of steps that prefill; pairs of query and key
+    us_per_longest, whole_seqs   per KV position of its longest sequence, which is split among programs in smaller
+                             batches: from `whole_seqs` sequences it counts whole, with half of them half
+    eager, padded            steps that prefill: launched kernel by kernel, and padded to a mixed bucket
     idle_start_us            more where the lane had nothing to do before: it waits for its first kernel
     gap_us                   between two steps that follow one another at once
     contention               factor while the host prepares the next step, at depth 2 and more
@@ -103,28 +137,26 @@ class GpuProfile(Section):
     decode_us: Durations = ()
     kv_tokens: Sizes = ()
     kv_us: Durations = ()
-    tokens: Sizes = ()
-    tokens_us: Durations = ()
-    us_per_kv_token_mixed: Time = 0.0
-    us_per_attn_pair: Time = 0.0
+    us_per_longest: Time = 0.0
+    whole_seqs: Annotated[int, Field(ge=1, le=10**6)] = 1
+    eager: PrefillPrice = PrefillPrice()
+    padded: PrefillPrice = PrefillPrice()
     idle_start_us: Time = 0.0
     gap_us: Time = 0.0
     contention: Annotated[float, Field(ge=1, le=2)] = 1.0
 
     @model_validator(mode="after")
     def _check_corners(self) -> Self:
-        for sizes, durations in (("decode_seqs", "decode_us"), ("kv_tokens", "kv_us"), ("tokens", "tokens_us")):
-            xs, ys = getattr(self, sizes), getattr(self, durations)
-            if list(xs) != sorted(set(xs)):
-                raise ConfigError(sizes, xs, "use increasing sizes")
-            if len(xs) != len(ys):
-                raise ConfigError(durations, ys, f"one duration is needed for each of {len(xs)} {sizes}")
+        _check_line(self, "decode_seqs", "decode_us")
+        _check_line(self, "kv_tokens", "kv_us")
         return self
 
 
 class JitterProfile(Section):
     """Measured over predicted, as quantiles at 0, 1, 5, 10, 25, 50, 75, 90, 95, 99 and 100%; mean 1. None: no jitter.
 
+    host             of all host work at once, over times in which the host has one speed; the tables of plan, fill,
+                     launch, commit and deliver are of what is left
     run, run_mixed   the same of the decode steps, and of the other steps, of whole runs whose workload was not fitted:
                      what a run has in common with itself and not with others
     """
@@ -138,6 +170,7 @@ class JitterProfile(Section):
     eager_launch: Ratios = ()
     commit: Ratios = ()
     deliver: Ratios = ()
+    host: Ratios = ()
     run: Ratios = ()
     run_mixed: Ratios = ()
 

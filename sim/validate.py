@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from asyncsched.plan import StepShape
 from asyncsched.runs import SIZES, UNKNOWN, Run
 from sim.measured import MeasuredCosts, step_kind
-from sim.predict import predict, replay
+from sim.predict import longest_contexts, predict, replay
 from sim.profile import QUANTILES, STEP_KINDS, Profile
 
 STATISTICS = ("mean", "p50", "p90", "p99")
@@ -189,12 +189,13 @@ def coverage(run: Run, profile: Profile) -> tuple[Coverage, ...]:
     inside: dict[str, list[bool]] = {kind: [] for kind in STEP_KINDS}
     intervals = {kind: _interval(profile, kind) for kind in STEP_KINDS}
     launch = _interval(profile, "eager_launch")
+    longest = longest_contexts(run)
     sizes = [name for name in StepShape._fields if name in SIZES]
     for row in np.flatnonzero(steps.has("compute")):
         values = {name: int(steps[name][row]) for name in sizes}
         shape = StepShape(num_tokens=values["num_decodes"] + values["num_prefill_tokens"], **values)
         kind = step_kind(shape)
-        price, (low, high) = costs.forward_ns(shape, 0, bool(idle[row])), intervals[kind]
+        price, (low, high) = costs.forward_ns(shape, int(longest[row]), 0, bool(idle[row])), intervals[kind]
         bounds = price * low, price * high
         if not shape.bucket and not shape.mixed_bucket and not costs.inline:
             head, rest = costs.launch_ns(shape, 0, busy=not idle[row])
@@ -208,7 +209,7 @@ def coverage(run: Run, profile: Profile) -> tuple[Coverage, ...]:
 
 def _interval(profile: Profile, kind: str) -> tuple[float, float]:
     """5 and 95% of measured over predicted: of steps within a run, and of runs."""
-    of_runs = {"decode": "run", "mixed": "run_mixed", "prefill": "run_mixed"}
+    of_runs = {"decode": "run", "mixed": "run_mixed", "prefill": "run_mixed", "eager_launch": "host"}
     tables = [np.array(getattr(profile.jitter, name)) for name in (kind, of_runs.get(kind, "")) if name]
     even = (np.arange(400) + 0.5) / 400
     draws = [np.interp(even, QUANTILES, table) if len(table) else np.ones(1) for table in tables]

@@ -14,6 +14,13 @@ ENGINE = {
     "num_blocks": 2048,
     "decode_buckets": BUCKETS,
 }
+PREFILL = {
+    "tokens": [64, 256, 512, 1024],
+    "tokens_us": [7000.0, 8000.0, 12000.0, 23000.0],
+    "us_per_attn_pair": 0.0005,
+    "us_per_context_token": 0.05,
+    "us_per_token_and_decode": 0.8,
+}
 PLANTED = {
     "schema": 1,
     "host": {
@@ -36,9 +43,10 @@ PLANTED = {
         "decode_us": [2000.0, 2200.0, 2500.0, 3100.0],
         "kv_tokens": [0, 100_000],
         "kv_us": [0.0, 4000.0],
-        "tokens": [64, 256, 512, 1024],
-        "tokens_us": [7000.0, 8000.0, 12000.0, 23000.0],
-        "us_per_attn_pair": 0.0005,
+        "us_per_longest": 0.9,
+        "whole_seqs": 24,
+        "eager": PREFILL,
+        "padded": {**PREFILL, "us_per_longest": 1.5},
         "idle_start_us": 40.0,
         "gap_us": 3.0,
         "contention": 1.02,

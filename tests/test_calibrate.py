@@ -91,9 +91,11 @@ def test_steps_on_the_compute_lane_are_found(found: Profile) -> None:
     for size in (1, 4, 12, 20, 28, 32):
         expected = np.interp(size, theirs.decode_seqs, theirs.decode_us)
         assert np.interp(size, mine.decode_seqs, mine.decode_us) == pytest.approx(expected, rel=1e-3)
+    assert mine.us_per_longest == pytest.approx(0.9, rel=0.02)
+    assert mine.whole_seqs == 24
     for size in (600, 800, 1000):  # shorter ones wait for their launch: nobody can tell
-        expected = np.interp(size, theirs.tokens, theirs.tokens_us)
-        assert np.interp(size, mine.tokens, mine.tokens_us) == pytest.approx(expected, rel=0.01)
+        expected = np.interp(size, theirs.eager.tokens, theirs.eager.tokens_us)
+        assert np.interp(size, mine.eager.tokens, mine.eager.tokens_us) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -113,8 +115,9 @@ def test_captured_steps_with_prefills_are_found() -> None:
     assert set(padded.tolist()) >= {0, 128, 256, 512}
     found = calibrate(runs)
     for size in (128, 256, 512):
-        expected = np.interp(size, TRUTH.gpu.tokens, TRUTH.gpu.tokens_us)
-        assert np.interp(size, found.gpu.tokens, found.gpu.tokens_us) == pytest.approx(expected, rel=5e-3)
+        expected = np.interp(size, TRUTH.gpu.padded.tokens, TRUTH.gpu.padded.tokens_us)
+        mine = found.gpu.padded
+        assert np.interp(size, mine.tokens, mine.tokens_us) == pytest.approx(expected, rel=5e-3)
     assert found.host.launch.us == pytest.approx(300.0, rel=1e-3)
     arrivals = [8.0 * number for number in range(24)]
     run = wanted("open", 2, [100, 300] * 12, [50, 20] * 12, arrivals, mixed_buckets=buckets)
@@ -276,3 +279,21 @@ def test_a_profile_says_where_it_comes_from(runs: list[Run], found: Profile) -> 
     assert found.engine["num_blocks"] == ENGINE["num_blocks"]
     assert found.fit["gpu.decode"].count == sum((run.steps.kind == "decode").sum() for run in runs)
     assert found.fit["gpu.decode"].seen["num_seqs"] == (1.0, 32.0)
+
+
+def test_the_speeds_of_a_host_are_found() -> None:
+    """Which ones it has, and how long it keeps one."""
+    table = [0.6] * 6 + [1.4] * 5
+    host = {**PLANTED["host"], "hold_ms": 300.0}  # type: ignore[dict-item]
+    truth = Profile.from_dict({**PLANTED, "host": host, "jitter": {"host": table}})
+    shapes = [wanted(f"long-{seed}", 2 - seed % 2, [60] * 8, [400] * 8) for seed in range(12)]
+    found = calibrate([happened(run, truth, seed) for seed, run in enumerate(shapes)])
+    speeds = np.array(found.jitter.host)
+    assert speeds[-2] / speeds[1] == pytest.approx(1.4 / 0.6, rel=0.1)
+    assert 150 < found.host.hold_ms < 600
+    average = float(np.trapezoid(table, QUANTILES))
+    plan = found.host.plan.us + 8 * found.host.plan.us_per_seq
+    assert plan == pytest.approx((60 + 8 * 1.5) * average, rel=0.15)
+    steady = calibrate([happened(run, TRUTH, seed) for seed, run in enumerate(shapes)])
+    assert steady.jitter.host == ()
+    assert steady.host.hold_ms == 0

@@ -29,8 +29,7 @@ BASE: dict[str, Any] = {
     "gpu": {
         "decode_seqs": [1, 9],
         "decode_us": [1000.0, 1800.0],
-        "tokens": [10],
-        "tokens_us": [500.0],
+        "eager": {"tokens": [10], "tokens_us": [500.0]},
         "idle_start_us": 20.0,
         "gap_us": 2.0,
         "contention": 1.1,
@@ -117,3 +116,44 @@ def test_beyond_the_last_corner_a_line_goes_on() -> None:
     narrow = steps_of(priced(), 1, requests=9, decode_buckets=(9, 25))
     wide = steps_of(priced(), 1, requests=10, decode_buckets=(9, 25))
     assert period_us(wide) - period_us(narrow) == pytest.approx(100 * (25 - 9))
+
+
+def test_the_longest_sequence_counts_by_the_share_of_a_full_batch() -> None:
+    """Half of it with half of the sequences from which it counts whole, and never more than whole."""
+    for whole, share in ((8, 0.5), (4, 1.0), (2, 1.0)):
+        slow = priced(gpu={"us_per_longest": 3.0, "whole_seqs": whole})
+        runs = [predict(wanted("odd", 1, [10, 10, 10, 200], [30] * 4), profile) for profile in (priced(), slow)]
+        plain, dear = (run.steps.duration("compute")[run.steps.kind == "decode"] for run in runs)
+        assert (dear - plain).tolist()[:5] == [round(3000 * share * (201 + step)) for step in range(5)]
+
+
+def test_steps_with_prefills_cost_what_they_read_and_have_beside_them() -> None:
+    """20 tokens of a prefill beside a decode at position 11: it reads 11 positions, and computes 20."""
+    eager = {"tokens": [10], "tokens_us": [500.0], "us_per_context_token": 2.0, "us_per_token_and_decode": 3.0}
+    eager |= {"us_per_attn_pair": 0.5, "us_per_longest": 7.0}
+    profile = priced(gpu={"eager": eager}, host={"eager_launch": {"us": 0.0}, "eager_tail_us": 0.0})
+    run = predict(wanted("two", 1, [10, 20], [30, 30], [0.0, 0.5]), profile)
+    row = int(np.flatnonzero(run.steps.kind == "mixed")[0])
+    assert [run.steps[name][row] for name in ("num_decodes", "num_prefill_tokens", "kv_tokens")] == [1, 20, 31]
+    pairs = 11 + 20 * 21 // 2
+    assert run.steps["attn_pairs"][row] == pairs
+    expected = 500 + 2 * 11 + 3 * 21 + 0.5 * pairs + 7 * 20 + 20
+    assert run.steps.duration("compute")[row] / 1e3 == pytest.approx(expected)
+
+
+def test_a_host_keeps_its_speed_for_a_while() -> None:
+    """All host work at once is slow or quick, and other seeds have other times; without a seed it has one speed."""
+    table = [0.5] * 6 + [1.5] * 5
+    profile = Profile.from_dict({**BASE, "host": {**BASE["host"], "hold_ms": 20.0}, "jitter": {"host": table}})
+    runs = [predict(wanted("one", 1, [10], [300]), profile, seed=seed) for seed in (1, 1, 2)]
+    plans, commits = (
+        np.array([run.steps.duration(kind) for run in runs]) / steps_of(profile, 1).steps.duration(kind)[0]
+        for kind in ("plan", "commit")
+    )
+    assert (plans[0] == plans[1]).all()
+    assert (plans[0] != plans[2]).any()
+    for speeds in (plans[0], plans[2]):
+        assert speeds.min() == pytest.approx(0.5)
+        assert speeds.max() == pytest.approx(1.5)
+        assert 5 < np.count_nonzero(np.diff(speeds.round(3))) < 40  # about 400 ms, in stretches of 20
+    assert np.mean(plans[0].round(3) == commits[0].round(3)) > 0.9
