@@ -1,15 +1,21 @@
 """How far from the truth is the simulator? A profile is fitted to some recorded runs and predicts all others.
 
     python experiments/validate_h200.py [--shape llama-8b] [--runs DIR] [--profile-out FILE.toml] [--plot FILE.png]
+        [--json-out FILE.json] [--docs FILE.md] [--draws 50]
 
 Runs come from `experiments/record_h200.py`; those of the H200 come along with the package. Only the group `fit` is
 learnt from: nothing of the groups `heldout`, `delay` and `tight` is known to the profile that predicts them. Needs no
 GPU. Every row is printed, whether the figure asked for is met or not.
+
+A host works at one speed now and at another then, which nobody can foresee. Each run is therefore predicted a second
+time with one thing of itself known: how slow its host was, from its plans and commits. That tells errors of the model
+from those of the guess; it is not what is judged.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,8 +30,9 @@ from asyncsched.errors import AsyncschedError, ConfigError
 from asyncsched.run_files import ARCHIVE, read_runs
 from asyncsched.runs import Run
 from sim.calibrate import calibrate
+from sim.predict import predict
 from sim.profile import Profile, to_toml
-from sim.validate import Validation, judge
+from sim.validate import Validation, compare, host_speed, judge
 
 PACKAGED = Path(__file__).parent.parent / "sim" / "profiles"
 GROUPS = ("heldout", "tight", "delay")
@@ -36,10 +43,25 @@ CROSSOVER_LIMIT = 5.0
 COVERED = (0.85, 0.95)
 SHOWN = ("ttft_ms.mean", "ttft_ms.p99", "tpot_ms.p99", "itl_ms.mean", "itl_ms.p99", "e2el_ms.mean", "idle.host")
 SHOWN_COUNTS = ("steps", "preemptions")
+BEGIN, END = "<!-- validate_h200: begin -->", "<!-- validate_h200: end -->"
+IN_DOCS = {
+    "makespan_s": "makespan",
+    "output_throughput": "tokens/s",
+    "tpot_ms.mean": "TPOT",
+    "ttft_ms.p50": "TTFT p50",
+    "ttft_ms.p99": "TTFT p99",
+    "itl_ms.p99": "ITL p99",
+    "e2el_ms.mean": "E2E",
+    "gpu_active": "GPU active",
+}
 
 
 class Judgement(NamedTuple):
-    """One figure of one run. `limit` None: no figure was asked for."""
+    """One figure of one run. `limit` None: no figure was asked for.
+
+    low, high   what 5 and 95% of the predictions with jitter are below
+    told_error  the error of a prediction that was told how slow the host was
+    """
 
     group: str
     run: str
@@ -49,10 +71,26 @@ class Judgement(NamedTuple):
     error: float
     unit: str
     limit: float | None
+    low: float | None = None
+    high: float | None = None
+    told_error: float | None = None
 
     @property
     def verdict(self) -> str:
         return "" if self.limit is None else "met" if abs(self.error) <= self.limit else "NOT MET"
+
+    @property
+    def inside(self) -> bool | None:
+        return None if self.low is None or self.high is None else self.low <= self.measured <= self.high
+
+
+class Judged(NamedTuple):
+    """A run, its validation, the same as it would be with the host's speed known, and that speed."""
+
+    run: Run
+    validation: Validation
+    told: dict[str, float]
+    host: float
 
 
 def main(
@@ -61,16 +99,20 @@ def main(
     device: Annotated[str, typer.Option(help="What archives' names begin with.")] = "h200",
     profile_out: Annotated[Path | None, typer.Option(help="Write the profile there.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_out: Annotated[Path | None, typer.Option(help="Write the JSON object there.")] = None,
+    docs: Annotated[Path | None, typer.Option(help="Replace the table in that file.")] = None,
+    draws: Annotated[int, typer.Option(min=0, max=1000, help="Predictions with jitter per run.")] = 50,
     plot: Annotated[Path | None, typer.Option(help="Draw the errors: .png, .svg or .pdf.")] = None,
 ) -> None:
     """Fit, predict, compare."""
     try:
         check_output("--plot", plot, PICTURES)
         check_output("--profile-out", profile_out, (".toml",))
+        check_output("--json-out", json_out, (".json",))
         archives = {group: runs / f"{device}-{shape}-{group}{ARCHIVE}" for group in ("fit", *GROUPS)}
         profile = calibrate(read_runs(archives["fit"]), f"{shape} on {device}, fitted to the runs of the group fit")
         validations = {
-            group: [(run, judge(run, profile).validation) for run in read_runs(archives[group])]
+            group: [_judged(run, profile, draws) for run in read_runs(archives[group])]
             for group in GROUPS
             if archives[group].exists()
         }
@@ -81,21 +123,34 @@ def main(
             _plot(report["rows"], plot, shape)
     except (ConfigError, AsyncschedError) as error:
         raise SystemExit(f"error: {error}") from None
+    text = json.dumps({**report, "rows": [row._asdict() for row in report["rows"]]}, indent=1, allow_nan=False)
+    if json_out is not None:
+        write_output("--json-out", json_out, text.encode() + b"\n")
+    if docs is not None:
+        _into_docs(docs, _markdown(report))
     if as_json:
-        print(json.dumps({**report, "rows": [row._asdict() for row in report["rows"]]}, indent=1))
+        print(text)
     else:
         _print(shape, report)
 
 
-def _report(profile: Profile, validations: dict[str, list[tuple[Run, Validation]]]) -> dict[str, Any]:
+def _judged(run: Run, profile: Profile, draws: int) -> Judged:
+    print(f"predicting {run.info.name}", file=sys.stderr)
+    speed = host_speed(run, profile)
+    told = profile.model_copy(update={"host": profile.host.model_copy(update={"scale": speed})})
+    errors = {row.figure: row.error for row in compare(run, predict(run, told))}
+    return Judged(run, judge(run, profile, draws=draws).validation, errors, speed)
+
+
+def _report(profile: Profile, validations: dict[str, list[Judged]]) -> dict[str, Any]:
     rows: list[Judgement] = []
     for group, judged in validations.items():
         limits = DELAY_LIMITS if group == "delay" else LIMITS
-        for _, validation in judged:
-            rows += _rows(group, validation, limits)
+        for one in judged:
+            rows += _rows(group, one, limits)
     if "delay" in validations:
         rows += _crossover(validations["delay"])
-    everybody = [pair for judged in validations.values() for pair in judged]
+    everybody = [one.validation for judged in validations.values() for one in judged]
     decisions = [
         {
             "run": validation.run,
@@ -103,25 +158,40 @@ def _report(profile: Profile, validations: dict[str, list[tuple[Run, Validation]
             "replayed": "all equal" if validation.replayed is None else f"differs at {validation.replayed.number}",
             "by the clock": "all equal" if validation.timed is None else f"differs at {validation.timed.number}",
         }
-        for _, validation in everybody
+        for validation in everybody
     ]
     fits = {name: item.model_dump(mode="json") for name, item in profile.fit.items()}
-    return {"rows": rows, "coverage": _coverage(validations), "decisions": decisions, "fit": fits}
+    hosts = {one.run.info.name: one.host for judged in validations.values() for one in judged}
+    met = [row.verdict == "met" for row in rows if row.limit is not None]
+    told = [abs(row.told_error) <= row.limit for row in rows if row.limit is not None and row.told_error is not None]
+    summary = {"met": sum(met), "limits": len(met), "met_host_known": sum(told), "limits_host_known": len(told)}
+    coverage = {"coverage": _coverage(validations), "figures_inside": _inside(rows)}
+    return {**summary, "rows": rows, **coverage, "decisions": decisions, "host_speed": hosts, "fit": fits}
 
 
-def _rows(group: str, validation: Validation, limits: dict[str, float]) -> Iterator[Judgement]:
-    for row in validation.rows:
+def _rows(group: str, judged: Judged, limits: dict[str, float]) -> Iterator[Judgement]:
+    for row in judged.validation.rows:
         if row.figure in (*limits, *SHOWN, *SHOWN_COUNTS):
-            limit = limits.get(row.figure)
-            yield Judgement(group, validation.run, row.figure, row.measured, row.predicted, row.error, row.unit, limit)
+            values = row.figure, row.measured, row.predicted, row.error, row.unit, limits.get(row.figure)
+            yield Judgement(group, judged.run.info.name, *values, row.low, row.high, judged.told[row.figure])
 
 
-def _coverage(validations: dict[str, list[tuple[Run, Validation]]]) -> list[dict[str, Any]]:
+def _inside(rows: Sequence[Judgement]) -> list[dict[str, Any]]:
+    """Of the figures with a limit, how many lie within 90% of the predictions."""
+    found = []
+    for group in GROUPS:
+        inside = [row.inside for row in rows if row.group == group and row.limit is not None and row.inside is not None]
+        if inside:
+            found.append({"group": group, "figures": len(inside), "share": sum(inside) / len(inside)})
+    return found
+
+
+def _coverage(validations: dict[str, list[Judged]]) -> list[dict[str, Any]]:
     """Over all runs of a group, per kind of step."""
     counted: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for group, judged in validations.items():
-        for _, validation in judged:
-            for one in validation.coverage:
+        for each in judged:
+            for one in each.validation.coverage:
                 counted[group, one.kind][0] += one.share * one.count
                 counted[group, one.kind][1] += one.count
     low, high = COVERED
@@ -137,16 +207,16 @@ def _coverage(validations: dict[str, list[tuple[Run, Validation]]]) -> list[dict
     ]
 
 
-def _crossover(judged: Sequence[tuple[Run, Validation]]) -> Iterator[Judgement]:
+def _crossover(judged: Sequence[Judged]) -> Iterator[Judgement]:
     """Where the host's work is as long as the device's: the time of a step there, and the delay that leads there.
 
     The asynchronous engine's step is level while the device limits it, and grows with the delay, one to one, once the
     host does: it is level before the point where the two lines cross.
     """
     points = [
-        (run.info.host_delay_us / 1e3, validation.row("itl_ms.p50"))
-        for run, validation in judged
-        if run.info.engine.get("depth", 2) > 1
+        (one.run.info.host_delay_us / 1e3, one.validation.row("itl_ms.p50"))
+        for one in judged
+        if one.run.info.engine.get("depth", 2) > 1
     ]
     points.sort(key=lambda point: point[0])
     if len(points) < 3:
@@ -182,11 +252,13 @@ def _print(shape: str, report: dict[str, Any]) -> None:
                 f"{row.error:+.2f} {'' if row.unit == 'count' else row.unit}".strip(),
                 "" if row.limit is None else f"{row.limit:g}",
                 row.verdict,
+                "" if row.low is None else f"{row.low:.4g} to {row.high:.4g}",
+                "" if row.told_error is None else f"{row.told_error:+.2f}",
             )
             for row in rows
         ]
-        columns = ("run", "figure", "measured", "predicted", "error", "limit", "")
-        print_table(f"{shape}, {group}", columns, table, numbers=columns[2:6])
+        columns = ("run", "figure", "measured", "predicted", "error", "limit", "", "90% of predictions", "host known")
+        print_table(f"{shape}, {group}", columns, table, numbers=(*columns[2:6], *columns[7:]))
     table = [
         (one["group"], one["kind"], str(one["steps"]), f"{one['share']:.1%}", one["verdict"])
         for one in report["coverage"]
@@ -194,8 +266,61 @@ def _print(shape: str, report: dict[str, Any]) -> None:
     print_table("90% intervals of step durations, 85 to 95% wanted", ("group", "kind", "steps", "inside", ""), table)
     table = [tuple(map(str, one.values())) for one in report["decisions"]]
     print_table("decisions", ("run", "decisions", "same plans", "by the clock"), table)
-    limited = [row for row in report["rows"] if row.limit is not None]
-    print(f"{sum(row.verdict == 'met' for row in limited)} of {len(limited)} figures met")
+    for one in report["figures_inside"]:
+        print(f"{one['group']}: {one['share']:.0%} of {one['figures']} figures within 90% of the predictions")
+    print(_summary(report))
+
+
+def _summary(report: dict[str, Any]) -> str:
+    told = f"{report['met_host_known']} of {report['limits_host_known']} had the speed of each run's host been known"
+    return f"{report['met']} of {report['limits']} figures met; {told}"
+
+
+def _markdown(report: dict[str, Any]) -> str:
+    """All runs, a row each; misses are bold."""
+    lines = [_summary(report) + ".", ""]
+    names = [*IN_DOCS.values(), "host", "makespan, host known", "TPOT, host known"]
+    lines += ["| run | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    runs = {(row.group, row.run): {} for row in report["rows"] if row.run in report["host_speed"]}
+    for row in report["rows"]:
+        if (row.group, row.run) in runs:
+            runs[row.group, row.run][row.figure] = row
+    for (group, run), rows in runs.items():
+        cells = [_cell(rows.get(figure)) for figure in IN_DOCS]
+        cells.append(f"{report['host_speed'][run]:.2f}")
+        for figure in ("makespan_s", "tpot_ms.mean"):
+            row = rows[figure]
+            cells.append(_cell(row._replace(error=row.told_error)))
+        lines.append(f"| {run if group != 'tight' else f'tight: {run}'} | " + " | ".join(cells) + " |")
+    lines += ["", "| asynchronous, delayed | measured | predicted | error |", "|---|---|---|---|"]
+    for row in report["rows"]:
+        if row.run not in report["host_speed"]:
+            lines.append(f"| {row.figure} | {row.measured:.3f} | {row.predicted:.3f} | {_cell(row)} |")
+    lines += ["", "| 90% intervals of steps | steps | inside |", "|---|---|---|"]
+    for one in report["coverage"]:
+        share = f"{one['share']:.1%}"
+        share = share if one["verdict"] == "met" else f"**{share}**"
+        lines.append(f"| {one['group']}, {one['kind']} | {one['steps']} | {share} |")
+    lines += ["", "| 90% intervals of a run's figures | figures with a limit | inside |", "|---|---|---|"]
+    lines += [f"| {one['group']} | {one['figures']} | {one['share']:.1%} |" for one in report["figures_inside"]]
+    equal = sum(one["replayed"] == "all equal" for one in report["decisions"])
+    lines += ["", f"Decisions, entering before the same plans: equal in {equal} of {len(report['decisions'])} runs."]
+    return "\n".join(lines)
+
+
+def _cell(row: Judgement | None) -> str:
+    if row is None:
+        return ""
+    text = f"{row.error:+.1f}"
+    return f"**{text}**" if row.verdict == "NOT MET" else text
+
+
+def _into_docs(path: Path, table: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise SystemExit(f"error: --docs: {str(path)!r} is not allowed; it needs the lines {BEGIN} and {END}")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    write_output("--docs", path, f"{before}{BEGIN}\n{table}\n{END}{after}".encode())
 
 
 def _plot(rows: Sequence[Judgement], path: Path, shape: str) -> None:

@@ -23,6 +23,7 @@ IDLE = ("host", "h2d", "back_to_back", "no_work")
 POINTS = ("gpu_active", *(f"idle.{cause}" for cause in IDLE))
 """Figures that are shares of the makespan: their errors are differences, in points."""
 COVERED = 0.9
+SLOWEST = 10  # times slower than usual is somebody else's work
 
 FloatArray = NDArray[np.float64]
 
@@ -190,10 +191,9 @@ def coverage(run: Run, profile: Profile) -> tuple[Coverage, ...]:
     intervals = {kind: _interval(profile, kind) for kind in STEP_KINDS}
     launch = _interval(profile, "eager_launch")
     longest = longest_contexts(run)
-    sizes = [name for name in StepShape._fields if name in SIZES]
-    for row in np.flatnonzero(steps.has("compute")):
-        values = {name: int(steps[name][row]) for name in sizes}
-        shape = StepShape(num_tokens=values["num_decodes"] + values["num_prefill_tokens"], **values)
+    shapes = _shapes(run)
+    for row in np.flatnonzero(steps.has("compute")).tolist():
+        shape = shapes[row]
         kind = step_kind(shape)
         price, (low, high) = costs.forward_ns(shape, int(longest[row]), 0, bool(idle[row])), intervals[kind]
         bounds = price * low, price * high
@@ -205,6 +205,35 @@ def coverage(run: Run, profile: Profile) -> tuple[Coverage, ...]:
         duration = int(steps.duration("compute")[row])
         inside[kind].append(bounds[0] <= duration <= bounds[1])
     return tuple(Coverage(kind, len(one), float(np.mean(one))) for kind, one in inside.items() if one)
+
+
+def host_speed(run: Run, profile: Profile) -> float:
+    """How long the host took over plans and commits, over what the profile says of them: plain Python, which touches no
+    device. 1 for a run without steps."""
+    steps = run.steps
+    costs = MeasuredCosts(profile, depth=int(run.info.engine.get("depth", 2)), seed=None)
+    took, usual = 0.0, 0.0
+    ends = np.concatenate(([0], np.maximum.accumulate(steps.end("compute")))) if len(steps) else np.zeros(1)
+    order = np.sort(steps.start("compute")) if len(steps) else np.zeros(0)
+    for kind in ("plan", "commit"):
+        begins = steps.start(kind)
+        busy = ends[np.searchsorted(order, begins)] > begins
+        for row, shape in enumerate(_shapes(run)):
+            price = costs.host_ns(kind, shape, 0, bool(busy[row]))
+            took += min(float(steps.duration(kind)[row]), SLOWEST * price)
+            usual += price
+    return took / usual if usual else 1.0
+
+
+def _shapes(run: Run) -> list[StepShape]:
+    steps = run.steps
+    names = [name for name in StepShape._fields if name in SIZES]
+    columns = [steps[name].tolist() for name in names]
+    tokens = (steps["num_decodes"] + steps["num_prefill_tokens"]).tolist()
+    return [
+        StepShape(num_tokens=count, **dict(zip(names, values, strict=True)))
+        for count, *values in zip(tokens, *columns, strict=True)
+    ]
 
 
 def _interval(profile: Profile, kind: str) -> tuple[float, float]:
