@@ -51,21 +51,51 @@ def plot_validation(measured: Side, predicted: Side, path: Path, *, title: str) 
         _save(figure, path)
 
 
-def plot_bars(names: Sequence[str], errors: Sequence[Mapping[str, float]], path: Path, *, title: str) -> None:
-    """Signed errors in percent: a row of dots per figure, one dot per run; `errors` maps figures to errors, by run."""
+def plot_errors(
+    names: Sequence[str],
+    groups: Mapping[str, Sequence[Mapping[str, float]]],
+    path: Path,
+    *,
+    title: str,
+    limits: Mapping[str, float],
+    widest: float = 12.0,
+) -> None:
+    """Signed errors in percent: a row per figure, with a dot for each run of each group. `limits` shades what is
+    allowed; errors beyond `widest` stand at the edge with their value beside them."""
     with _style():
-        figure = _figure(8.5, 0.42 * len(names) + 1.6, layout="constrained")
+        figure = _figure(9.5, 0.5 * len(names) + 1.8, layout="constrained")
         axes = figure.subplots()
+        apart = 0.56 / max(len(groups) - 1, 1)
         for row, name in enumerate(names):
-            values = [one[name] for one in errors if name in one]
-            axes.plot(values, [row] * len(values), "o", color=MEASURED, markersize=5, alpha=0.6)
+            if name in limits:
+                axes.fill_betweenx([row - 0.4, row + 0.4], -limits[name], limits[name], color="#EAF0E6", linewidth=0)
+            for place, (group, errors) in enumerate(groups.items()):
+                height = row + (place * apart - 0.28 if len(groups) > 1 else 0)
+                values = np.array([one[name] for one in errors if name in one])
+                near = values[np.abs(values) <= widest]
+                style = {"color": SERIES_COLOURS[place], "markersize": 5, "alpha": 0.7, "linestyle": ""}
+                axes.plot(near, [height] * len(near), marker="o", label=group if row == 0 else None, **style)
+                _draw_far(axes, values[np.abs(values) > widest], height, widest, **style)
         axes.axvline(0, color="#777777", linewidth=1)
         axes.set_yticks(range(len(names)), list(names))
         axes.invert_yaxis()
+        axes.set_xlim(-1.25 * widest, 1.25 * widest)
         axes.grid(axis="x", color="#E5E5E5", linewidth=0.8)
-        axes.set(xlabel="predicted over measured (%; points for shares)")
+        axes.set(xlabel="predicted over measured (%; points for shares); shaded: what was asked for")
+        axes.legend(frameon=False, ncols=len(groups), loc="lower center", bbox_to_anchor=(0.5, 1.0))
         _set_title(figure, title)
         _save(figure, path)
+
+
+def _draw_far(axes: Axes, values: Any, height: float, widest: float, **style: Any) -> None:
+    """One marker for each side, and how far off those beyond it are."""
+    for sign, marker in ((-1, "<"), (1, ">")):
+        far = sorted(values[np.sign(values) == sign].tolist(), key=abs)
+        if far:
+            axes.plot([sign * widest], [height], marker=marker, **style)
+            text = ", ".join(f"{value:+.0f}" for value in far)
+            side = "left" if sign > 0 else "right"
+            axes.text(sign * 1.02 * widest, height, text, fontsize=7, va="center", ha=side, color=style["color"])
 
 
 def _sides(measured: Side, predicted: Side) -> tuple[tuple[Side, str, str, str], ...]:

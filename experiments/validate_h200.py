@@ -44,6 +44,7 @@ COVERED = (0.85, 0.95)
 SHOWN = ("ttft_ms.mean", "ttft_ms.p99", "tpot_ms.p99", "itl_ms.mean", "itl_ms.p99", "e2el_ms.mean", "idle.host")
 SHOWN_COUNTS = ("steps", "preemptions")
 BEGIN, END = "<!-- validate_h200: begin -->", "<!-- validate_h200: end -->"
+WORDS = {"heldout": "held out", "tight": "too few KV blocks", "delay": "host delayed"}
 IN_DOCS = {
     "makespan_s": "makespan",
     "output_throughput": "tokens/s",
@@ -324,15 +325,17 @@ def _into_docs(path: Path, table: str) -> None:
 
 
 def _plot(rows: Sequence[Judgement], path: Path, shape: str) -> None:
-    from asyncsched.plotting_runs import plot_bars
+    from asyncsched.plotting_runs import plot_errors
 
-    names = [*LIMITS, "ttft_ms.mean", "itl_ms.p99", "e2el_ms.mean", "idle.host"]
-    by_run: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    names = {**IN_DOCS, "idle.host": "GPU idle: host"}
+    groups: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         if row.figure in names:
-            by_run[row.group, row.run][row.figure] = row.error
-    title = f"{shape}: signed errors of {len(by_run)} runs that the profile had not seen"
-    plot_bars(names, list(by_run.values()), path, title=title)
+            groups[row.group][row.run][names[row.figure]] = row.error
+    runs = {WORDS[group]: list(one.values()) for group, one in groups.items()}
+    limits = {names[figure]: limit for figure, limit in LIMITS.items()}
+    title = f"{shape}: signed errors of {sum(map(len, runs.values()))} runs that the profile had not seen"
+    plot_errors(list(names.values()), runs, path, title=title, limits=limits)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ class SimEngine:
     alone           nothing else in the environment happens often: a leap may end where anything does
     on_end          is told of notices at the moment they are delivered; it must not submit anything at that moment
     most_gaps       as in `ServingMetrics`
+    on_delivery     is called behind every delivery at measured prices: may hand over what has arrived since
     on_plan         is shown every plan that is made, before its host work is paid for; a leap makes none
     """
 
@@ -76,10 +77,12 @@ class SimEngine:
         on_end: Callable[[Sequence[Finished]], None] | None = None,
         most_gaps: int = 1 << 20,
         on_plan: Callable[[StepPlan], None] | None = None,
+        on_delivery: Callable[[], None] | None = None,
     ) -> None:
         self.env = env
         self.scheduler = scheduler
         self.on_plan = on_plan
+        self._on_delivery = on_delivery
         self.inbox = Inbox()
         self.metrics = ServingMetrics(most_gaps)
         self.lanes: Lanes | MeasuredLanes = (
@@ -178,6 +181,8 @@ class SimEngine:
                     lanes.host("deliver", *settled)
                     settled = None
                     yield Moment(env, free[HOST])
+                    if self._on_delivery is not None:
+                        self._on_delivery()
                     self._take_in()
             elif isinstance(effect, Leap):
                 launched = yield from self._leap(effect)

@@ -41,10 +41,12 @@ def predict(run: Run, profile: Profile, *, seed: int | None = None, depth: int |
     scheduler = Scheduler(config)
     env = simpy.Environment(initial_time=0)
     timeline = Timeline()
-    simulated = SimEngine(env, scheduler, costs, _last_positions(run.requests), timeline=timeline)
+    driver = _Driver()
+    last_positions = _last_positions(run.requests)
+    simulated = SimEngine(env, scheduler, costs, last_positions, timeline=timeline, on_delivery=driver.hand_over)
     simulated.log = log = RunLog(scheduler)
     simulated.inbox.observer = log.entered
-    env.process(_arrive(env, simulated, run.requests))
+    env.process(driver.serve(env, simulated, run.requests))
     env.run(env.process(simulated.run()))
     return _as_run(run, simulated, timeline, {**run.info.engine, **changes})
 
@@ -126,15 +128,36 @@ def _last_positions(requests: RequestLog, aborted: int | None = None) -> Any:
     return last
 
 
-def _arrive(env: simpy.Environment, engine: SimEngine, requests: RequestLog) -> Generator[simpy.Event, Any, None]:
-    for number, arrival_ns in enumerate(requests.arrival_ns.tolist()):
-        if arrival_ns > env.now:
-            yield env.timeout(arrival_ns - env.now)
-        engine.metrics.arrived(number, int(env.now))
-        engine.inbox.put(_submit(requests, number))
-        engine.notify()
-    engine.inbox.close()
-    engine.notify()
+class _Driver:
+    """Who submits requests, in the thread that runs the engine, as a recorder does: what arrives while the engine works
+    is handed over when something is delivered, which is behind the launch of the next step."""
+
+    def __init__(self) -> None:
+        self._arrived: list[Submit] = []
+        self._coming = True
+
+    def serve(
+        self, env: simpy.Environment, engine: SimEngine, requests: RequestLog
+    ) -> Generator[simpy.Event, Any, None]:
+        self._engine = engine
+        for number, arrival_ns in enumerate(requests.arrival_ns.tolist()):
+            if arrival_ns > env.now:
+                yield env.timeout(arrival_ns - env.now)
+            engine.metrics.arrived(number, int(env.now))
+            self._arrived.append(_submit(requests, number))
+            if not engine.scheduler.has_requests:
+                self.hand_over()
+        self._coming = False
+        if not self._arrived:
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        for submit in self._arrived:
+            self._engine.inbox.put(submit)
+        self._arrived.clear()
+        if not self._coming:
+            self._engine.inbox.close()
+        self._engine.notify()
 
 
 def _as_run(run: Run, engine: SimEngine, timeline: Timeline, settings: dict[str, Any]) -> Run:

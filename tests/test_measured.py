@@ -128,16 +128,16 @@ def test_the_longest_sequence_counts_by_the_share_of_a_full_batch() -> None:
 
 
 def test_steps_with_prefills_cost_what_they_read_and_have_beside_them() -> None:
-    """20 tokens of a prefill beside a decode at position 11: it reads 11 positions, and computes 20."""
+    """20 tokens of a prefill beside a decode at position 12: it reads 12 positions, and computes 20."""
     eager = {"tokens": [10], "tokens_us": [500.0], "us_per_context_token": 2.0, "us_per_token_and_decode": 3.0}
     eager |= {"us_per_attn_pair": 0.5, "us_per_longest": 7.0}
     profile = priced(gpu={"eager": eager}, host={"eager_launch": {"us": 0.0}, "eager_tail_us": 0.0})
     run = predict(wanted("two", 1, [10, 20], [30, 30], [0.0, 0.5]), profile)
     row = int(np.flatnonzero(run.steps.kind == "mixed")[0])
-    assert [run.steps[name][row] for name in ("num_decodes", "num_prefill_tokens", "kv_tokens")] == [1, 20, 31]
-    pairs = 11 + 20 * 21 // 2
+    assert [run.steps[name][row] for name in ("num_decodes", "num_prefill_tokens", "kv_tokens")] == [1, 20, 32]
+    pairs = 12 + 20 * 21 // 2
     assert run.steps["attn_pairs"][row] == pairs
-    expected = 500 + 2 * 11 + 3 * 21 + 0.5 * pairs + 7 * 20 + 20
+    expected = 500 + 2 * 12 + 3 * 21 + 0.5 * pairs + 7 * 20 + 20
     assert run.steps.duration("compute")[row] / 1e3 == pytest.approx(expected)
 
 
@@ -157,3 +157,19 @@ def test_a_host_keeps_its_speed_for_a_while() -> None:
         assert speeds.max() == pytest.approx(1.5)
         assert 5 < np.count_nonzero(np.diff(speeds.round(3))) < 40  # about 400 ms, in stretches of 20
     assert np.mean(plans[0].round(3) == commits[0].round(3)) > 0.9
+
+
+def test_who_drives_the_engine_hands_arrivals_over_behind_a_delivery() -> None:
+    """Steps take over a millisecond. What arrives within one waits for the delivery of its tokens, which
+    is behind the next launch: not the next plan is its first, but the one after."""
+    for depth in (1, 2):
+        steps = steps_of(priced(), depth).steps
+        middle = (steps.start("compute") + steps.end("compute"))[10] / 2e6
+        run = predict(wanted("two", depth, [10, 10], [30, 10], [0.0, middle]), priced())
+        taken = int(run.requests.entered_plan[1])
+        delivered, plans = run.steps.end("deliver"), run.steps.start("plan")
+        handed_over = delivered[delivered >= middle * 1e6].min()
+        assert plans[taken] == plans[plans >= handed_over].min()
+        assert plans[taken - 1] > middle * 1e6  # it was there before this plan, and is not in it
+    idle = predict(wanted("two", 1, [10, 10], [3, 3], [0.0, 80.0]), priced())
+    assert idle.steps.start("plan")[3] == 80_003_000  # an engine without work takes it at once, for 3 us
