@@ -73,7 +73,7 @@ def plot_errors(
                 height = row + (place * apart - 0.28 if len(groups) > 1 else 0)
                 values = np.array([one[name] for one in errors if name in one])
                 near = values[np.abs(values) <= widest]
-                style = {"color": SERIES_COLOURS[place], "markersize": 5, "alpha": 0.7, "linestyle": ""}
+                style: dict[str, Any] = {"color": SERIES_COLOURS[place], "markersize": 5, "alpha": 0.7, "linestyle": ""}
                 axes.plot(near, [height] * len(near), marker="o", label=group if row == 0 else None, **style)
                 _draw_far(axes, values[np.abs(values) > widest], height, widest, **style)
         axes.axvline(0, color="#777777", linewidth=1)

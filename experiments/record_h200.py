@@ -1,16 +1,17 @@
 """Records the runs that profiles are fitted to and judged by: one model in memory, a synchronous and an asynchronous
 engine over it, workloads that arrive in real time.
 
-    python experiments/record_h200.py --out DIR [--config llama-8b --config llama-1b] [--only fit,heldout,delay,tight]
+    python experiments/record_h200.py --out DIR [--config llama-8b --config llama-1b] [--only fit,fit-tight,heldout,...]
 
 Needs a CUDA device; `--dry-run` does the same with a tiny model and small workloads wherever it is started. Writes
 one archive per shape and group, each as soon as it is complete. A group whose archive exists is left out, so that a
-campaign that broke off is continued by the same command. Takes about five minutes on an H200.
+campaign that broke off is continued by the same command. Takes less than four minutes per shape on an H200.
 
-    fit      batch sizes, lengths and an arrival rate to learn from
-    heldout  other batch sizes, lengths and rates
-    delay    one workload with the host kept busy for longer and longer in each step
-    tight    a KV pool that is too small for everybody, so that requests are preempted
+    fit        batch sizes, lengths and arrival rates to learn from; some with a busy host, some with an idle engine
+    fit-tight  the same for the engine of the group tight: fewer seats, and prefills of requests that were preempted
+    heldout    other batch sizes, lengths and rates
+    delay      one workload with the host kept busy for longer and longer in each step, twice: the host's speed changes
+    tight      a KV pool that is too small for everybody, so that requests are preempted
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from executors.recorder import Recorder, TimedRequest, warm_up
 from sim.spec import validate
 from sim.workload import SyntheticWorkload, build_workload
 
-GROUPS = ("fit", "heldout", "delay", "tight")
+GROUPS = ("fit", "fit-tight", "heldout", "delay", "tight")
+ON_TIGHT = ("fit-tight", "tight")
 MODES = {"sync": 1, "async": 2}
 DELAYS_US = (0, 500, 1000, 2000, 5000, 8000, 12_000)
 ENGINE = {"max_num_seqs": 128, "max_num_batched_tokens": 8192, "max_model_len": 4096, "num_blocks": 16_384}
@@ -84,7 +86,14 @@ SPECS: dict[str, tuple[Spec, ...]] = {
         Spec("closed-112-ending", 112, (16, 400), (8, 280)),
         Spec("open-10", 50, (32, 768), (32, 160), rate=10.0),
         Spec("open-4-long", 16, (512, 2500), (64, 128), rate=4.0),
+        Spec("closed-20", 20, 300, 96),
+        Spec("closed-40-spread", 40, (32, 800), 96),
+        Spec("closed-56", 56, 400, 96),
+        Spec("closed-80-spread", 80, (32, 500), 96),
+        Spec("open-2-idle", 12, (32, 512), 32, rate=2.0),
+        Spec("closed-8-busy", 8, 128, 96, delays_us=(1500, 6000)),
     ),
+    "fit-tight": (Spec("closed-50", 50, 240, 120), Spec("open-14", 40, (64, 400), (64, 200), rate=14.0)),
     "heldout": (
         Spec("closed-24-long", 24, 1400, 160),
         Spec("closed-48", 48, 192, 224),
@@ -93,7 +102,10 @@ SPECS: dict[str, tuple[Spec, ...]] = {
         Spec("open-6", 40, (100, 1000), (40, 200), rate=6.0),
         Spec("open-15", 75, (16, 500), (16, 200), rate=15.0),
     ),
-    "delay": (Spec("closed-32", 32, 128, 160, delays_us=DELAYS_US),),
+    "delay": (
+        Spec("closed-32", 32, 128, 160, delays_us=DELAYS_US),
+        Spec("closed-32-again", 32, 128, 160, delays_us=DELAYS_US),
+    ),
     "tight": (Spec("closed-60", 60, 200, 160), Spec("open-20", 60, (64, 500), (64, 240), rate=20.0)),
 }
 
@@ -134,7 +146,7 @@ class _Clock:
 def _record_shape(shape: str, groups: list[str], out: Path, clock: _Clock, dry_run: bool) -> None:
     model: Any = named_config(shape)  # until the first engine has loaded it
     for tight in (False, True):
-        wanted = [group for group in groups if (group == "tight") == tight]
+        wanted = [group for group in groups if (group in ON_TIGHT) == tight]
         if wanted:
             engine = (DRY_TIGHT if tight else DRY) if dry_run else TIGHT if tight else ENGINE
             model = _record_groups(model, shape, wanted, engine, out, clock, dry_run)

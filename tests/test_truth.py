@@ -98,7 +98,7 @@ def test_a_profile_of_a_cpu_says_that_lanes_are_inline(recorded: Path) -> None:
 
 
 def test_a_real_run_is_asked_what_if(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["whatif", str(recorded / "async"), "--set", "gpu.scale=10", "--set", "depth=1", "--json"]) == 0
+    assert command(["whatif", str(recorded / "async"), "--set", "gpu.scale=50", "--set", "depth=1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["what if"]["makespan_s"] > found["predicted"]["makespan_s"]
 

@@ -1,0 +1,87 @@
+"""What comes along with the package: runs of an H200, and the profile that was fitted to some of them. Needs no GPU."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncsched.cli.app import run as command
+from asyncsched.cli.runs import load_profile, load_run, load_runs
+from sim.calibrate import calibrate
+from sim.predict import replay
+from sim.profile import Profile
+from sim.validate import Validation, host_speed, judge
+
+NAME = "h200-llama-8b"
+LIMITS = {"makespan_s": 2.0, "output_throughput": 2.0, "tpot_ms.mean": 3.0, "ttft_ms.p50": 8.0, "gpu_active": 1.0}
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return load_profile(NAME)
+
+
+def missed(validation: Validation) -> list[str]:
+    return [figure for figure, limit in LIMITS.items() if abs(validation.row(figure).error) > limit]
+
+
+@pytest.mark.parametrize("name", ["closed-48-async", "closed-48-sync", "closed-24-long-async"])
+def test_a_held_out_run_is_predicted(profile: Profile, name: str) -> None:
+    run = load_run(f"{NAME}-heldout::{name}")
+    validation = judge(run, profile).validation
+    assert missed(validation) == []
+    assert (validation.replayed, validation.decisions) == (None, len(run.steps))
+    slower = profile.model_copy(update={"gpu": profile.gpu.model_copy(update={"scale": 1.05})})
+    assert {"makespan_s", "tpot_ms.mean"} <= set(missed(judge(run, slower).validation))
+
+
+def test_the_profile_is_what_its_runs_give(profile: Profile) -> None:
+    """Up to the digits that are written."""
+    found = calibrate(load_runs([f"{NAME}-fit"]), profile.description)
+    assert found.runs == profile.runs
+    assert not any("delay" in name or "tight" in name for name in found.runs)
+    for mine, theirs in ((found.gpu, profile.gpu), (found.gpu.padded, profile.gpu.padded), (found.host, profile.host)):
+        for name in type(mine).model_fields:
+            value = getattr(mine, name)
+            if isinstance(value, float | int | tuple):
+                assert np.allclose(value, getattr(theirs, name), rtol=2e-3, atol=1e-3), name
+
+
+def test_every_recorded_decision_is_the_schedulers() -> None:
+    """I12, for a run with preemptions and one with arrivals over time."""
+    for name in ("tight::closed-60-sync", "tight::open-20-async"):
+        run = load_run(f"{NAME}-{name}")
+        assert replay(run) == run.decisions
+        assert len(run.decisions) > 200
+        assert (run.info.preemptions > 0) == name.endswith("closed-60-sync")
+
+
+def test_a_host_that_was_slow_is_seen_to_be(profile: Profile) -> None:
+    """The delay itself is no host work; the runs with it happened to have a slow host."""
+    fast, slow = (load_run(f"{NAME}-{name}") for name in ("fit::closed-32-async", "delay::closed-32-sync-delay-500us"))
+    assert host_speed(fast, profile) < 0.8
+    assert host_speed(slow, profile) > 1.3
+
+
+def test_commands_find_them_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    run = f"{NAME}-heldout::closed-48-async"
+    assert command(["validate", run, "--profile", NAME, "--draws", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"] == "closed-48-async"
+    assert command(["whatif", run, "--profile", NAME, "--set", "host.scale=2", "--set", "depth=1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["what if"]["makespan_s"] > 1.05 * found["predicted"]["makespan_s"]
+    assert command(["validate", f"{NAME}-heldout::none", "--profile", NAME]) == 2
+    assert "with one of closed-24-long-async" in capsys.readouterr().err
+
+
+def test_the_published_table_is_of_these_runs() -> None:
+    """All of them, and the misses are counted as they are."""
+    root = Path(__file__).parent.parent
+    report = json.loads((root / "experiments" / "results" / f"validate-{NAME}.json").read_text())
+    assert len(report["decisions"]) == sum(
+        len(load_runs([f"{NAME}-{group}"])) for group in ("heldout", "tight", "delay")
+    )
+    limited = [row for row in report["rows"] if row["limit"] is not None]
+    assert report["met"] == sum(abs(row["error"]) <= row["limit"] for row in limited)
+    assert f"{report['met']} of {len(limited)} figures met" in (root / "docs" / "fidelity.md").read_text()
