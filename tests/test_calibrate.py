@@ -290,7 +290,7 @@ def test_the_speeds_of_a_host_are_found() -> None:
     found = calibrate([happened(run, truth, seed) for seed, run in enumerate(shapes)])
     speeds = np.array(found.jitter.host)
     assert speeds[-2] / speeds[1] == pytest.approx(1.4 / 0.6, rel=0.1)
-    assert 150 < found.host.hold_ms < 600
+    assert found.host.hold_ms == pytest.approx(300, rel=0.1)
     average = float(np.trapezoid(table, QUANTILES))
     plan = found.host.plan.us + 8 * found.host.plan.us_per_seq
     assert plan == pytest.approx((60 + 8 * 1.5) * average, rel=0.15)

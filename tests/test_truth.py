@@ -103,6 +103,22 @@ def test_a_real_run_is_asked_what_if(recorded: Path, capsys: pytest.CaptureFixtu
     assert found["what if"]["makespan_s"] > found["predicted"]["makespan_s"]
 
 
+def test_a_bench_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each mode in a folder of its own, and each may be calibrated and validated."""
+    sizes = ("--requests", "3", "--prompt-tokens", "9", "--new-tokens", "12")
+    assert command(["bench", *TINY, *sizes, "--record", str(tmp_path / "runs")]) == 0
+    runs = {mode: read_run(tmp_path / "runs" / mode) for mode in ("sync", "async")}
+    assert {mode: run.info.engine["depth"] for mode, run in runs.items()} == {"sync": 1, "async": 2}
+    for run in runs.values():
+        assert run.requests.output_tokens.tolist() == [12] * 3
+        assert replay(run) == run.decisions
+    folders = [str(tmp_path / "runs" / mode) for mode in runs]
+    assert command(["calibrate", *folders, "-o", str(tmp_path / "profile.toml")]) == 0
+    capsys.readouterr()
+    assert command(["bench", *TINY, *sizes, "--record", str(tmp_path / "runs")]) == 2
+    assert "--record: " in capsys.readouterr().err
+
+
 # ---- planted runs ----------------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ from asyncsched.cli.loading import (
     say,
 )
 from asyncsched.cli.measured import write_timelines
+from asyncsched.cli.record import check_folder
 from asyncsched.errors import ConfigError
 from asyncsched.timeline import Timeline
 
@@ -89,6 +90,10 @@ def bench(
     nvtx: Nvtx = False,
     as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the JSON object to a file.")] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Serve the requests once more in each mode and keep it all, in DIR/MODE."),
+    ] = None,
     trace: Trace = None,
     plot: Plot = None,
     profile: Annotated[
@@ -98,6 +103,8 @@ def bench(
     """Measure a real model: the same requests in several modes, and whether their tokens are the same."""
     check_output("--out", out, (".json",))
     check_output("--trace", trace, (".json",))
+    if record is not None:
+        check_folder("--record", record)
     check_output("--plot", plot, PICTURES)
     sizes = {
         "requests": _count("--requests", requests),
@@ -122,6 +129,8 @@ def bench(
         llm = load_llm(shape, depth=steps, dummy_weights=dummy_weights, timeline=True, **engine)
         about = about or {"model": what, "dummy_weights": dummy_weights, **_about(llm), **sizes, "batch": seats}
         measured.append(_measure(name, llm, sizes, profile=profile))
+        if record is not None:
+            _record(name, llm, sizes, what, record)
         del llm
         _release()
     report = {**about, "runs": [_run_json(one) for one in measured], **_comparison(measured)}
@@ -177,6 +186,16 @@ def _measure(name: str, llm: LLM, sizes: Mapping[str, int], *, profile: bool) ->
         short = {**sizes, "new_tokens": min(PROFILED_TOKENS, sizes["new_tokens"])}
         kernels = kernel_share(lambda: run_bench(llm, **short))
     return _Measured(name, run, llm.startup_s, timeline, kernels)
+
+
+def _record(name: str, llm: LLM, sizes: Mapping[str, int], model: str, folder: Path) -> None:
+    """What `calibrate` and `validate` learn from."""
+    from asyncsched.run_files import write_run
+    from executors.recorder import Recorder, TimedRequest
+
+    say(f"{name}: recording")
+    requests = [TimedRequest(0, sizes["prompt_tokens"], sizes["new_tokens"])] * sizes["requests"]
+    write_run(folder / name, Recorder(llm).run(requests, name=name, about={"model": model, **sizes}))
 
 
 def _about(llm: LLM) -> dict[str, Any]:

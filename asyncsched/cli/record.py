@@ -78,7 +78,7 @@ def record(
     as_json: AsJson = False,
 ) -> None:
     """Serve a workload on a real model and record it: what `calibrate` and `validate` learn from."""
-    _check_folder(out)
+    check_folder("--out", out)
     what = check_model(model, config, dummy_weights)
     steps = _depth(mode, depth)
     delay = _number("--host-delay-us", host_delay_us, 0, 1e6)
@@ -111,13 +111,14 @@ def record(
     _report(run, out, as_json)
 
 
-def _check_folder(path: Path) -> None:
+def check_folder(option: str, path: Path) -> None:
+    """A run needs a folder of its own. Raises ConfigError."""
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ConfigError("--out", str(path), "it exists; name a new folder")
+            raise ConfigError(option, str(path), "it exists; name a new folder")
         path.parent.stat()
     except OSError as error:
-        raise ConfigError("--out", str(path), f"it cannot be made ({error.strerror})") from None
+        raise ConfigError(option, str(path), f"it cannot be made ({error.strerror})") from None
 
 
 def _whole(option: str, text: str, least: int) -> int:
