@@ -76,10 +76,10 @@ class Residency:
             self.rows.write_table(self.rows.table_base[rows] + have, self.pool.allocate(len(rows)))
             self.rows.num_blocks[rows] = have + ONE
 
-    def grow_many(self, rows: IndexArray, columns: IndexArray) -> None:
-        """A block for each of these entries of tables, in order; `num_blocks` is the caller's to raise. Only for a pool
-        without cached blocks: free ones come off one stack, together or one by one."""
-        self.rows.write_table(self.rows.table_base[rows] + columns, self.pool.allocate(len(rows)))
+    def fill_in(self, places: list[int]) -> None:
+        """A block for each of these entries of `flat_table`, in order; `num_blocks` is the caller's to raise. Only for
+        a pool without cached blocks: free ones come off one stack, together or one by one."""
+        self.rows.write_table(np.array(places, dtype=np.int64), self.pool.allocate(len(places)))
 
     # ---- giving ----------------------------------------------------------------------------------------------------
 

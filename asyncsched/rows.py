@@ -100,10 +100,11 @@ class Rows:
 
     def write_table(self, places: NDArray[np.int64], blocks: list[int]) -> None:
         """Sets entries of `flat_table`."""
-        write = TableWrite(places, np.array(blocks, dtype=np.int32))
-        self.flat_table[places] = write.blocks
-        for journal in self._journals:
-            journal.append(write)
+        self.flat_table[places] = blocks
+        if self._journals:
+            write = TableWrite(places, np.array(blocks, dtype=np.int32))
+            for journal in self._journals:
+                journal.append(write)
 
     def write_row(self, row: int, first: int, blocks: list[int]) -> None:
         """Sets entries of the table of one row, from column `first`."""

@@ -11,7 +11,6 @@ committed as ever, since they may hold prefills and last tokens; block allocatio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -30,7 +29,7 @@ class Stretch(NamedTuple):
     steps      so many plans at most; at the last one a row may reach its length limit
     rows, requests, starts  int64[n], as in the first plan
     carry      int64[n], the carry-over mask of the first plan
-    sources    per slot: int64[>= n], where a step in it leaves the tokens of its rows
+    sources    per slot: int64[>= n], where a step in it leaves the tokens of its rows; of slot 0: 0, 1, 2, ...
     slots      the slots the plans take in turn
     bucket, mixed_bucket  of each plan
     """
@@ -58,11 +57,23 @@ class Stretch(NamedTuple):
         else:
             carry = self.sources[slots[(place - 1) % len(slots)]][:n]
         step, slot = self.step + place, slots[place % len(slots)]
-        at = np.arange(n)
-        plan = StepPlan(
-            step, slot, self.rows, self.requests, starts, ends, n, carry, self.rows, ends, at, n, self.bucket
+        at = self.sources[0][:n]
+        return StepPlan(
+            step,
+            slot,
+            self.rows,
+            self.requests,
+            starts,
+            ends,
+            n,
+            carry,
+            self.rows,
+            ends,
+            at,
+            n,
+            self.bucket,
+            mixed_bucket=self.mixed_bucket,
         )
-        return replace(plan, mixed_bucket=self.mixed_bucket) if self.mixed_bucket else plan
 
 
 class Passed(NamedTuple):
@@ -96,17 +107,17 @@ def settle(
 ) -> None:
     """Steps `ahead`..`steps` - 1 are planned; the first `commits` are committed, and sampled `token` for every row."""
     r = residency.rows
-    columns: NDArray[np.int64] = starts[:, None] + np.arange(1, commits + 1)
-    r.tokens[rows[:, None], columns] = token
+    places: NDArray[np.int64] = (r.token_base[rows] + starts)[:, None] + np.arange(1, commits + 1)
+    r.flat_tokens[places] = token
     if residency.config.enable_prefix_caching:
         _grow_and_share(residency, rows, starts, ahead, steps, commits)
     else:
         events = _crossings(r, rows, starts, steps)
         if events:
-            _, who, nth = np.array(events, dtype=np.int64).transpose()
-            grown = rows[who]
-            residency.grow_many(grown, r.num_blocks[grown] + nth)
-            np.add.at(r.num_blocks, grown, 1)
+            have = r.num_blocks[rows]
+            ends = (r.table_base[rows] + have).tolist()
+            residency.fill_in([ends[who] + nth for _, who, nth in events])
+            r.num_blocks[rows] = np.maximum(have, r.column_of[starts + (steps - 1)] + 1)
     computed = starts + commits
     r.computed[rows] = computed
     r.known[rows] = computed + 1

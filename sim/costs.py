@@ -289,7 +289,7 @@ class LaneCosts:
             host = [self.host_ns(kind, shape, step) for kind in ("plan", "fill", "launch", "commit")]
             constant = self._constant[shape.num_seqs] = (*host, self.h2d_ns(shape, step), self.d2h_ns(shape, step))
         plan, fill, launch, commit, h2d, d2h = ([price] * count for price in constant)
-        return DecodePrices(plan, fill, launch, h2d, [int(price) for price in forward.tolist()], d2h, commit)
+        return DecodePrices(plan, fill, launch, h2d, forward.astype(np.int64).tolist(), d2h, commit)
 
 
 class JitteredCosts:
