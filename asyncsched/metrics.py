@@ -65,7 +65,7 @@ class ServingMetrics:
                 before[again] = now_ns
             else:
                 self.num_tokens[requests] += 1
-            self._record_first(requests, before, now_ns)
+            self._record(requests, before, now_ns)
         for notice in output.finished:
             self.ended[notice.reason] += 1
             self.completed[notice.number] = notice.reason in (FinishReason.LENGTH, FinishReason.STOP)
@@ -77,7 +77,7 @@ class ServingMetrics:
         before = self.last_ns[requests]
         self.last_ns[requests] = times_ns[-1]
         self.num_tokens[requests] += steps
-        self._record_first(requests, before, times_ns[0])
+        self._record(requests, before, times_ns[0])
         self._gaps.add_each(map(sub, times_ns[1:], times_ns), count)
 
     def summary(self) -> dict[str, dict[str, float] | None]:
@@ -124,24 +124,24 @@ class ServingMetrics:
             whole.overshoot_tokens += part.overshoot_tokens
         return whole
 
-    def _record_first(self, requests: NDArray[np.int64], before: NDArray[np.int64], now_ns: int) -> None:
+    def _record(self, requests: NDArray[np.int64], before: NDArray[np.int64], now_ns: int) -> None:
+        """First tokens, and gaps behind others. Requests that got their last token together have equal gaps, so a step
+        needs few numbers."""
+        last = before.item(0)
+        if False not in (before == last).tobytes():
+            if last == NOT_YET:
+                self.first_ns[requests] = now_ns
+            else:
+                self._gaps.add(now_ns - last, len(before))
+            return
         started = before != NOT_YET
         if False in started.tobytes():
             self.first_ns[requests[~started]] = now_ns
-            before = before[started]
-        self._record_gaps(before, now_ns)
-
-    def _record_gaps(self, before: NDArray[np.int64], now_ns: int) -> None:
-        """Requests that got their last token together have equal gaps, so a step needs few numbers."""
-        if not len(before):
+            self._record(requests[started], before[started], now_ns)
             return
-        last = before.item(0)
-        if False not in (before == last).tobytes():
-            self._gaps.add(now_ns - last, len(before))
-        else:
-            values, counts = np.unique(now_ns - before, return_counts=True)
-            for value, count in zip(values.tolist(), counts.tolist(), strict=True):
-                self._gaps.add(value, count)
+        values, counts = np.unique(now_ns - before, return_counts=True)
+        for value, count in zip(values.tolist(), counts.tolist(), strict=True):
+            self._gaps.add(value, count)
 
     def _grow(self) -> None:
         """Doubles the room."""

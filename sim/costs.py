@@ -283,13 +283,15 @@ class LaneCosts:
     def decode_prices(self, shape: StepShape, step: int, count: int) -> DecodePrices:
         n = shape.num_seqs
         read: Any = np.arange(shape.kv_tokens, shape.kv_tokens + n * count, n)
-        forward = np.rint(self._forwards(StepShape(*shape[:5], read, read, *shape[7:])) * self._contention)
+        forward = self._forwards(StepShape(*shape[:5], read, read, *shape[7:]))
+        if self._contention != 1.0:
+            forward = forward * self._contention
         constant = self._constant.get(shape.num_seqs)
         if constant is None:
             host = [self.host_ns(kind, shape, step) for kind in ("plan", "fill", "launch", "commit")]
             constant = self._constant[shape.num_seqs] = (*host, self.h2d_ns(shape, step), self.d2h_ns(shape, step))
-        plan, fill, launch, commit, h2d, d2h = ([price] * count for price in constant)
-        return DecodePrices(plan, fill, launch, h2d, forward.astype(np.int64).tolist(), d2h, commit)
+        plan, fill, launch, commit, h2d, d2h = [[price] * count for price in constant]
+        return DecodePrices(plan, fill, launch, h2d, np.rint(forward).astype(np.int64).tolist(), d2h, commit)
 
 
 class JitteredCosts:

@@ -134,7 +134,7 @@ class Lanes:
         host, h2d, compute, d2h = self.free
         gate, idle, last = self.gate, self.idle, account.last_end_ns
         host_wait = h2d_wait = sync_wait = no_work = 0
-        flying = deque(self.recorded[self._returned(plan.slot)] for plan in in_flight)
+        flying = deque([self.recorded[self._returned(plan.slot)] for plan in in_flight])
         details: list[tuple[int, ...]] | None = None if self.timeline is None else []
         launches: list[int] = []
         times: list[int] = []
@@ -182,7 +182,7 @@ class Lanes:
             slot = in_flight[place].slot if place < 0 else stretch.slots[place % self.depth]
             self.recorded[self._returned(slot)] = returned
         account.last_end_ns = last
-        account.busy["host"] += sum(map(sum, (x[:count] for x in (prices.plan, prices.fill, prices.launch, commits))))
+        account.busy["host"] += sum([sum(x[:count]) for x in (prices.plan, prices.fill, prices.launch, commits)])
         account.busy["h2d"] += sum(prices.h2d[:count])
         account.busy["compute"] += sum(prices.forward[:count])
         account.busy["d2h"] += sum(prices.d2h[:count])
