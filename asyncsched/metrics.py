@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncsched.plan import StepOutput
-from asyncsched.request import FinishReason
+from asyncsched.request import Finished, FinishReason
 from asyncsched.tally import Tally
 
 PERCENTILES = (50, 90, 95, 99)
@@ -66,7 +66,11 @@ class ServingMetrics:
             else:
                 self.num_tokens[requests] += 1
             self._record(requests, before, now_ns)
-        for notice in output.finished:
+        self.finished(output.finished)
+
+    def finished(self, notices: Sequence[Finished]) -> None:
+        """Notices reached their users, behind the tokens."""
+        for notice in notices:
             self.ended[notice.reason] += 1
             self.completed[notice.number] = notice.reason in (FinishReason.LENGTH, FinishReason.STOP)
 

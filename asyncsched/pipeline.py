@@ -18,9 +18,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from asyncsched import leaps
 from asyncsched.plan import StepOutput, StepPlan
 from asyncsched.program import StepProgram, build_program
-from asyncsched.request import Finished, SamplingParams, StopMatcher, TokenArray
+from asyncsched.request import NO_TOKENS, Finished, SamplingParams, StopMatcher, TokenArray
 from asyncsched.scheduler import Scheduler
 from asyncsched.stretch import Passed, Stretch
 
@@ -126,11 +127,13 @@ class Leaped(NamedTuple):
 
     tokens  of the plans in flight that were collected
     token   what every collected step of the stretch sampled for every row
+    last_tokens  int32[n], what a row of the stretch samples instead where it reaches its length limit
     """
 
     steps: int
     tokens: Sequence[TokenArray] = ()
     token: int = 0
+    last_tokens: TokenArray = NO_TOKENS
 
 
 class Landed(NamedTuple):
@@ -156,8 +159,8 @@ Effect = Host | Launch | Collect | Deliver | Idle | Leap | Landed
 Pipeline = Generator[Effect, object, None]
 
 
-def pipeline(scheduler: Scheduler, inbox: Inbox, *, leaps: bool = False) -> Pipeline:
-    """Runs until the inbox is closed and everything submitted has ended. `leaps`: the driver can take a `Leap`."""
+def pipeline(scheduler: Scheduler, inbox: Inbox, *, can_leap: bool = False) -> Pipeline:
+    """Runs until the inbox is closed and everything submitted has ended. `can_leap`: the driver can take a `Leap`."""
     slots = deque(range(scheduler.config.depth))  # free ones; a step that never came back keeps its slot
     in_flight: deque[tuple[StepPlan, object]] = deque()
     output: StepOutput | None = None  # not handed over yet
@@ -171,7 +174,7 @@ def pipeline(scheduler: Scheduler, inbox: Inbox, *, leaps: bool = False) -> Pipe
                 yield Deliver(output)
                 output = None
             yield Deliver(notices)
-        if leaps and len(slots) == 1 and len(in_flight) == scheduler.config.depth - 1 and not len(inbox):
+        if can_leap and len(slots) == 1 and len(in_flight) == scheduler.config.depth - 1 and not len(inbox):
             landed = yield from _leap(scheduler, slots[0], [plan for plan, _ in in_flight], output)
             if landed is not None:
                 slots[0], in_flight, output = landed
@@ -209,14 +212,14 @@ def _leap(
 ) -> Generator[Effect, object, tuple[int, deque[tuple[StepPlan, object]], StepOutput] | None]:
     """Offers the driver a leap. The free slot, the steps in flight and what is not handed over yet where it lands; None
     where it takes none."""
-    stretch = scheduler.stretch([slot, *(plan.slot for plan in in_flight)])
+    stretch = leaps.stretch(scheduler, [slot, *[plan.slot for plan in in_flight]])
     if stretch is None:
         return None
     leaped = yield Leap(stretch, tuple(in_flight), output)
     assert isinstance(leaped, Leaped)
     if not leaped.steps:
         return None
-    passed = scheduler.advance(stretch, leaped.steps, in_flight, leaped.tokens, leaped.token)
+    passed = leaps.advance(scheduler, stretch, leaped.steps, in_flight, leaped.tokens, leaped.token, leaped.last_tokens)
     tickets = yield Landed(stretch, passed, output)
     pairs = zip(passed.in_flight, tickets, strict=True)  # type: ignore[call-overload]  # Landed's contract
     return stretch.slots[leaped.steps % len(stretch.slots)], deque(pairs), passed.last

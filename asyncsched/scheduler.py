@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -41,7 +40,6 @@ from asyncsched.request import (
 )
 from asyncsched.residency import Residency
 from asyncsched.rows import NEVER, NO_TOKEN, Rows
-from asyncsched.stretch import Passed, Stretch, affordable, settle
 
 NO_ROWS: IndexArray = np.zeros(0, dtype=np.int64)
 ONE: IndexArray = np.array(1, dtype=np.int64)  # numpy takes an array of no dimensions faster than a Python int
@@ -227,101 +225,10 @@ class Scheduler:
         finished = tuple(self._end(request, FinishReason.ERROR, cause) for request in list(self._active.values()))
         return StepOutput.of_notices(finished)
 
-    # ---- stretches of steps ----------------------------------------------------------------------------------------
-
-    def stretch(self, slots: Sequence[int]) -> Stretch | None:
-        """The coming plans that only repeat the first, if there are two or more. `slots` is the free I/O slot, then
-        those of the steps in flight: `depth - 1` of them, or there is nothing to ask."""
-        rows = self._decode
-        if not len(rows) or self._prefilling or self._paused or self.residency.has_copies:
-            return None
-        config, r = self.config, self.rows
-        if len(rows) > config.max_num_batched_tokens or config.sliding_window is not None or self._may_admit(len(rows)):
-            return None
-        if True in r.scrutinise[rows].tobytes():
-            return None
-        starts = r.planned[rows]
-        steps = affordable(self.residency, rows, starts, int(np.minimum.reduce(r.last_end[rows] - starts)))
-        if steps < 2:
-            return None
-        carry = r.source[rows]
-        carry[r.sampled_at[rows] <= self._settled] = NO_SOURCE
-        bucket = _bucket(config.decode_buckets, len(rows))
-        return Stretch(
-            self._next_step,
-            steps,
-            rows,
-            r.request[rows],
-            starts,
-            carry,
-            self._slot_base,
-            tuple(slots),
-            bucket,
-            0 if bucket else _bucket(config.mixed_buckets, len(rows)),
-        )
-
-    def advance(
-        self, stretch: Stretch, steps: int, in_flight: Sequence[StepPlan], tokens: Sequence[TokenArray], token: int
-    ) -> Passed:
-        """Does what `steps` times planning and committing the oldest does, for the stretch just asked for.
-
-        in_flight  the uncommitted plans, oldest first
-        tokens     what those of them sampled that are committed now; ends no row of the stretch
-        token      what every step of the stretch samples for every row; no stop token of theirs
-        """
-        r, rows, starts, ahead = self.rows, stretch.rows, stretch.starts, len(in_flight)
-        pool = self.residency.pool
-        if not 1 <= steps <= stretch.steps or True in (r.stop_token[rows] == token).tobytes():
-            raise ValueError(f"{steps} steps of {stretch.steps} with token {token}")
-        early = min(steps, ahead)
-        outputs: list[StepOutput] = []
-        most_held = 0
-        for place in range(early):
-            self._pass(stretch, place, place + 1)
-            lacks = self.residency.lacks_block(rows, starts + place if place else starts)
-            if True in lacks.tobytes():
-                self.residency.grow(rows[lacks])
-            most_held = max(most_held, pool.num_held)
-            outputs.append(self.commit(in_flight[place], tokens[place]))
-        if self._decode is not rows:
-            raise ValueError("a row of the stretch ended within it")
-        commits = steps - early
-        if commits:
-            self._pass(stretch, early, steps)
-            settle(self.residency, rows, starts, ahead, steps, commits, token)
-            most_held = max(most_held, pool.num_held)
-            self._settled = stretch.step + commits - 1
-            self.residency.passed(self._settled)
-        last = stretch.plan(steps - 1)
-        r.planned[rows] = last.ends
-        r.last_step[rows] = r.sampled_at[rows] = last.step
-        r.source[rows] = self._slot_base[last.slot][: len(rows)]
-        self._next_step = last.step + 1
-        if steps == stretch.steps:
-            self._give_up_seats(rows, last.ends)
-        left = [stretch.plan(place) for place in range(commits, steps - 1)] if ahead else []
-        if commits:
-            sampled = np.full(len(rows), token, dtype=np.int32)
-            newest = StepOutput(self._settled, stretch.requests, sampled, ())
-        else:
-            newest = outputs[-1]
-        return Passed(
-            tuple(outputs), commits, newest, (*in_flight[early:], *left, *([last] if ahead else [])), most_held
-        )
-
-    def _pass(self, stretch: Stretch, first: int, last: int) -> None:
-        """Plans of the stretch are made; the log says so as if one by one."""
-        if self._log is not None:
-            self._log += [describe(stretch.plan(place)) for place in range(first, last)]
-        self.plans += last - first
-
-    def _may_admit(self, num_decodes: int) -> bool:
-        """Whether a plan of these decodes would even look at the queue."""
-        if not self._waiting or num_decodes >= self.config.max_num_batched_tokens:
-            return False
-        if self.config.batching == "static":
-            return self._next_in_line() is not None
-        return len(self._seated) < self.config.max_num_seqs
+    def padded(self, num_decodes: int) -> tuple[int, int]:
+        """Bucket and mixed bucket of a plan of so many decodes, and nothing else."""
+        bucket = _bucket(self.config.decode_buckets, num_decodes)
+        return bucket, 0 if bucket else _bucket(self.config.mixed_buckets, num_decodes)
 
     # ---- questions -------------------------------------------------------------------------------------------------
 
@@ -531,7 +438,9 @@ class Scheduler:
             self._prefilling = [q for q in self._prefilling if r.planned[q.row] < r.known[q.row]]
         self._give_up_seats(sampled, sampled_ends)
         offload, restore = self.residency.take_copies()
-        bucket = 0 if chunks else _bucket(self.config.decode_buckets, num_decodes)
+        bucket, mixed_bucket = self.padded(num_decodes)
+        if chunks:
+            bucket, mixed_bucket = 0, _bucket(self.config.mixed_buckets, num_tokens)
         plan = StepPlan(
             step,
             slot,
@@ -548,7 +457,7 @@ class Scheduler:
             bucket,
             offload,
             restore,
-            0 if bucket else _bucket(self.config.mixed_buckets, num_tokens),
+            mixed_bucket,
         )
         if self._log is not None:
             self._log.append(describe(plan))

@@ -26,7 +26,7 @@ from asyncsched.run_log import RunLog
 from asyncsched.scheduler import Scheduler
 from asyncsched.stretch import Stretch
 from asyncsched.timeline import LaneAccount, Timeline
-from sim.costs import CostModel
+from sim.costs import CostModel, DecodePrices
 from sim.lanes import HOST, Lanes
 from sim.measured import MeasuredCosts, MeasuredLanes
 
@@ -144,7 +144,7 @@ class SimEngine:
         """The engine's process."""
         env, lanes, free = self.env, self.lanes, self.lanes.free
         depth = self.scheduler.config.depth
-        loop = pipeline(self.scheduler, self.inbox, leaps=self._leaps)
+        loop = pipeline(self.scheduler, self.inbox, can_leap=self._leaps)
         reply: object = None
         launched: list[int] = []  # when the launches of a leap ended
         settled: tuple[StepPlan, StepShape] | None = None  # collected, and not delivered
@@ -186,7 +186,7 @@ class SimEngine:
                     self._take_in()
             elif isinstance(effect, Leap):
                 launched = yield from self._leap(effect)
-                reply = Leaped(len(launched), [self._tokens(plan) for plan in effect.in_flight[: len(launched)]], TEXT)
+                reply = self._leaped(effect, len(launched))
             elif isinstance(effect, Landed):
                 reply = self._land(effect, launched)
             elif isinstance(effect, Idle):
@@ -244,9 +244,12 @@ class SimEngine:
         lanes, costs = self.lanes, self.lanes.costs
         begun = lanes.free[HOST]
         until = self.env.peek() if self._alone else math.inf
-        # END must not be among the tokens that are collected.
-        left = self._last_positions[stretch.requests] - stretch.starts
-        steps = min(stretch.steps, int(np.minimum.reduce(left)) + len(in_flight) - 1)
+        # Of the tokens that are collected none must be END but where a row reaches its length limit.
+        steps, ahead = stretch.steps, len(in_flight)
+        until_end = self._last_positions[stretch.requests] - stretch.starts
+        by_content = until_end < stretch.left
+        if True in by_content.tobytes():
+            steps = min(steps, int(np.minimum.reduce(until_end[by_content])) + ahead - 1)
         if not self._alone:
             steps = min(steps, MOST_AHEAD)
         elif until < math.inf:  # a guess, which costs another leap if it is too low
@@ -254,11 +257,12 @@ class SimEngine:
         if self._on_end is not None:  # they are told when it happens, which is not in a leap
             if output is not None and output.finished:
                 return []
+            steps = min(steps, stretch.together + ahead - 1)
             ending = (place for place, plan in enumerate(in_flight) if END in self._tokens(plan))
             steps = min(steps, next(ending, steps) + 1)
         if steps < 2:
             return []
-        prices = costs.decode_prices(self._decode_shape(stretch, 0), stretch.step, steps)
+        prices = self._prices(stretch, steps)
         commits = [costs.host_ns("commit", self._shapes[plan.slot], plan.step) for plan in in_flight]
         commits += prices.commit
         before = None if self._alone else lanes.state()
@@ -290,17 +294,39 @@ class SimEngine:
             self._deliver(output, launched[0])
         for early, time_ns in zip(passed.outputs, launched[1:], strict=False):
             self._deliver(early, time_ns)
-        if passed.commits > 1:
-            self.metrics.delivered_each(stretch.requests, launched[1 + len(passed.outputs) :])
+        at = 1 + len(passed.outputs)
+        for requests, steps, _, finished in passed.repeated:
+            self.metrics.delivered_each(requests, launched[at : at + steps])
+            self.metrics.finished(finished)
+            at += steps
         for plan in passed.in_flight:
             if plan.step >= stretch.step:
-                self._shapes[plan.slot] = self._decode_shape(stretch, plan.step - stretch.step)
+                self._shapes[plan.slot] = StepShape.of(plan)
         return [build_program(plan).template for plan in passed.in_flight]
 
-    def _decode_shape(self, stretch: Stretch, place: int) -> StepShape:
-        n = len(stretch.rows)
-        kv_tokens = int(np.add.reduce(stretch.starts)) + n * (place + 1)
-        return StepShape(n, n, 0, n, n, kv_tokens, kv_tokens, stretch.bucket, 0, 0, stretch.mixed_bucket)
+    def _leaped(self, effect: Leap, steps: int) -> Leaped:
+        """What the steps of a leap sampled."""
+        stretch = effect.stretch
+        tokens = [self._tokens(plan) for plan in effect.in_flight[:steps]]
+        last = self._last_positions[stretch.requests]
+        return Leaped(steps, tokens, TEXT, (stretch.starts + stretch.left >= last).astype(np.int32))
+
+    def _prices(self, stretch: Stretch, steps: int) -> DecodePrices:
+        """Of the first steps of a stretch."""
+        assert isinstance(self.lanes, Lanes)
+        prices: DecodePrices | None = None
+        for first, end, n, starts in stretch.parts(steps):
+            kv_tokens = starts + n * (first + 1)
+            bucket, mixed_bucket = stretch.padded(n)
+            shape = StepShape(n, n, 0, n, n, kv_tokens, kv_tokens, bucket, 0, 0, mixed_bucket)
+            more = self.lanes.costs.decode_prices(shape, stretch.step + first, end - first)
+            if prices is None:
+                prices = more
+            else:
+                for column, values in zip(prices, more, strict=True):
+                    column += values
+        assert prices is not None  # there is a step
+        return prices
 
     def _idle(self) -> Generator[simpy.Event, Any, None]:
         if len(self.inbox):  # something came while notices were delivered

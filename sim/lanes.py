@@ -247,11 +247,10 @@ class Lanes:
         self, stretch: Stretch, in_flight: Sequence[StepPlan], details: list[tuple[int, ...]], times: list[int]
     ) -> None:
         """The spans that stepping would have recorded, in its order."""
-        n = len(stretch.rows)
-        shape = StepShape(n, n, 0, n, n, 0, 0, stretch.bucket, 0, 0, stretch.mixed_bucket)
         for place, (detail, end) in enumerate(zip(details, times, strict=True)):
             begun, planned, filled, copied, h2d, launched, start, compute, read, d2h, collected = detail
             plan = stretch.plan(place)
+            shape = StepShape.of(plan)
             old = in_flight[place] if place < len(in_flight) else stretch.plan(place - len(in_flight))
             self._span("host", "plan", plan, begun, planned, plan.num_seqs)
             self._span("host", "fill", plan, planned, filled, plan.num_seqs)

@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutants.patching import Rewrite
 
+import asyncsched.leaps
 import asyncsched.metrics
-import asyncsched.residency
-import asyncsched.scheduler
 import asyncsched.stretch
 import sim.costs
 import sim.engine
@@ -225,10 +224,11 @@ def fixed_case(
     pause: bool = False,
     abort: bool = False,
     blocks: int = 200,
+    parts: int = 9,
     **engine: Any,
 ) -> Case:
     """Requests of different lengths. The later ones arrive when the earlier ones have something ending, or a
-    nanosecond before or after."""
+    nanosecond before or after, the first ones after a `parts`-th of what happens, and so on."""
     settings = {"max_num_seqs": 8, "max_model_len": 128, "block_size": 4, "num_blocks": blocks}
     config = EngineConfig(depth=depth, **{**settings, **engine})
     data = {
@@ -252,7 +252,7 @@ def fixed_case(
     _, engine_before = run(Case(config, scenario, tuple(script)), leaps=False)
     ends = sorted({span.end_ns for span in engine_before.timeline.spans if span.lane == "host"})
     for place, ask in enumerate(asks[5:]):
-        script.append(Entry(ends[(place + 1) * len(ends) // 9] + (0, 0, -1, 1)[place % 4], *ask))
+        script.append(Entry(ends[(place + 1) * len(ends) // parts] + (0, 0, -1, 1)[place % 4], *ask))
     if pause:
         script += [Entry(ends[len(ends) // 2], Pause()), Entry(ends[-1] * 2, Resume())]
     if abort:
@@ -272,6 +272,10 @@ CASES = {
     "few seats, a queue": lambda: fixed_case(2, max_num_seqs=3),
     "few blocks, offload": lambda: fixed_case(2, blocks=45, preemption="offload", enable_prefix_caching=True),
     "few blocks, cached ones reused": lambda: fixed_case(2, blocks=60, enable_prefix_caching=True, max_num_seqs=3),
+    "padded, many end": lambda: fixed_case(2, requests=5, decode_buckets=(1, 2, 4, 8)),
+    "sync, many end": lambda: fixed_case(1, requests=5, jitter=True),
+    "three in flight, many end": lambda: fixed_case(3, requests=6),
+    "four in flight": lambda: fixed_case(4, requests=9, parts=10, max_num_seqs=16),
     "static": lambda: fixed_case(1, batching="static"),
 }
 
@@ -292,7 +296,8 @@ class Fault(NamedTuple):
     new: str
 
 
-LANES, ENGINE, SCHEDULER = sim.lanes.Lanes, sim.engine.SimEngine, asyncsched.scheduler.Scheduler
+LANES, ENGINE, LEAPS, PASSAGE = sim.lanes.Lanes, sim.engine.SimEngine, asyncsched.leaps, asyncsched.leaps._Passage
+STRETCH = asyncsched.stretch.Stretch
 FAULTS = (
     Fault("a plan at the moment of an arrival leaps over it", LANES, "decode", "host >= until", "host > until"),
     Fault("input copies do not queue", LANES, "decode", "host if host > h2d else h2d", "host"),
@@ -308,29 +313,22 @@ FAULTS = (
         "steps land with their slots exchanged", LANES, "decode", "stretch.slots[place %", "stretch.slots[(place + 1) %"
     ),
     Fault("a step lands without its output", LANES, "decode", "returned(slot)] = returned", "returned(slot)] += 0"),
-    Fault(
-        "prices of the step before",
-        ENGINE,
-        "_leap",
-        "shape(stretch, 0), stretch.step",
-        "shape(stretch, 0), stretch.step - 1",
-    ),
-    Fault("KV read starts a step early", ENGINE, "_leap", "_decode_shape(stretch, 0)", "_decode_shape(stretch, -1)"),
+    Fault("prices of the step before", ENGINE, "_prices", "stretch.step + first", "stretch.step + first - 1"),
+    Fault("KV read starts a step early", ENGINE, "_prices", "n * (first + 1)", "n * first"),
     Fault(
         "commits priced as those to come", ENGINE, "_leap", "commits += prices.commit", "commits[:0] = prices.commit"
     ),
-    Fault("leaps over the end of a request", ENGINE, "_leap", "len(in_flight) - 1)", "len(in_flight) + 1)"),
-    Fault("KV peak is not looked at", ENGINE, "_land", "max(self.kv_peak, passed.most_held)", "self.kv_peak"),
     Fault(
-        "tokens at the times before",
-        ENGINE,
-        "_land",
-        "launched[1 + len(passed.outputs) :]",
-        "launched[len(passed.outputs) : -1]",
+        "leaps over the end of a request", ENGINE, "_leap", "[by_content])) + ahead - 1", "[by_content])) + ahead + 1"
     ),
+    Fault("KV peak is not looked at", ENGINE, "_land", "max(self.kv_peak, passed.most_held)", "self.kv_peak"),
+    Fault("tokens at the times before", ENGINE, "_land", "at = 1 + len", "at = len"),
+    Fault("tokens of later rows at the first times", ENGINE, "_land", "at += steps", "pass"),
+    Fault("who ends on the way is not counted", ENGINE, "_land", "self.metrics.finished(finished)", "pass"),
+    Fault("the last token is like the others", ENGINE, "_leaped", ">= last)", "> last)"),
     Fault("what waits is handed over with the rest", ENGINE, "_land", "output, launched[0])", "output, launched[-1])"),
     Fault("early outputs a launch too soon", ENGINE, "_land", "launched[1:]", "launched"),
-    Fault("the last output is of nobody", SCHEDULER, "advance", "stretch.requests, sampled,", "NO_ROWS, sampled[:0],"),
+    Fault("the last output is of nobody", LEAPS, "advance", "final.requests, ", "final.requests[:0], "),
     Fault("shapes of landed steps are stale", ENGINE, "_land", "plan.step >= stretch.step", "plan.step < stretch.step"),
     Fault(
         "KV read does not grow",
@@ -340,17 +338,32 @@ FAULTS = (
         "np.full(count, shape.kv_tokens)",
     ),
     Fault("one draw for a stretch", sim.costs.JitteredCosts, "decode_prices", "step + place", "step"),
-    Fault(
-        "a length limit is passed", SCHEDULER, "stretch", "r.last_end[rows] - starts)", "r.last_end[rows] - starts) + 1"
-    ),
-    Fault("the queue is not looked at", SCHEDULER, "_may_admit", "< self.config.max_num_seqs", "< 0"),
-    Fault("seats are kept", SCHEDULER, "advance", "if steps == stretch.steps:", "if steps < 0:"),
-    Fault("the first mask carries nothing", SCHEDULER, "stretch", "<= self._settled", "<= self._next_step"),
-    Fault("early steps take no blocks", SCHEDULER, "advance", "starts + place if place else starts", "starts - 999"),
-    Fault("plans are not counted", SCHEDULER, "_pass", "last - first", "0"),
-    Fault("tokens are not settled", asyncsched.stretch, "settle", "computed + 1", "computed"),
-    Fault("rows are not settled", SCHEDULER, "advance", "stretch.step + commits - 1", "stretch.step - 1"),
-    Fault("masks name the slot of the step", asyncsched.stretch.Stretch, "plan", "(place - 1)", "place"),
+    Fault("a length limit is passed", LEAPS, "stretch", "r.last_end[rows] - starts", "r.last_end[rows] - starts + 1"),
+    Fault("a last token is not waited for", LEAPS, "stretch", "min(together, together - 1 + ahead)", "together + 1"),
+    Fault("the queue is not looked at", LEAPS, "_may_admit", "< scheduler.config.max_num_seqs", "< 0"),
+    Fault("nobody gets the seat that is left", LEAPS, "stretch", " or scheduler._waiting", ""),
+    Fault("ends are passed where blocks are named", LEAPS, "stretch", "config.enable_prefix_caching or ", ""),
+    Fault("seats are kept", PASSAGE, "leave", "if self.steps >= stretch.together:", "if self.steps < 0:"),
+    Fault("tokens lie where they lay", PASSAGE, "leave", "sources[: len(newest)]", "r.source[newest]"),
+    Fault("who is about to end counts as a source", PASSAGE, "leave", "rows[self.left >= self.steps]", "rows"),
+    Fault("blocks are given back early", PASSAGE, "_end_rows", "_plan_until(limit + self.ahead)", "_plan_until(limit)"),
+    Fault("who ends keeps a row", PASSAGE, "_end_rows", "scheduler._settled = step", "pass"),
+    Fault("the last token is not written", PASSAGE, "_end_rows", "self.last_tokens[who]", "self.token"),
+    Fault("another token is written", PASSAGE, "_end_rows", "end] = self.token", "end] = 7"),
+    Fault("who ended is still there", PASSAGE, "_end_rows", "stay = ~leaving", "stay = leaving | True"),
+    Fault("most blocks were held at the end", PASSAGE, "_plan_until", "max(self.most_held, ", "max(0, "),
+    Fault("tables are longer than they are", PASSAGE, "_plan_until", "np.minimum(self.left, place)", "place + 99"),
+    Fault("blocks for steps that are not made", PASSAGE, "commit", "np.minimum(self.left, self.steps)", "self.left"),
+    Fault("the first mask carries nothing", LEAPS, "stretch", "<= scheduler._settled", "<= scheduler._next_step"),
+    Fault("early steps take no blocks", LEAPS, "advance", "starts + place if place else starts", "starts - 999"),
+    Fault("plans are not counted", LEAPS, "_pass", "last - first", "0"),
+    Fault("tokens are not settled", PASSAGE, "_write", "computed + 1", "computed"),
+    Fault("rows are not settled", PASSAGE, "commit", "stretch.step + commits - 1", "stretch.step - 1"),
+    Fault("masks name the slot of the step", STRETCH, "plan", "(place - 1) %", "place %"),
+    Fault("masks as if nobody had left", STRETCH, "plan", "if place < self.together else", "if n else"),
+    Fault("padded as if nobody had left", STRETCH, "plan", "padded(n)", "padded(len(self.rows))"),
+    Fault("who left is paid for", STRETCH, "parts", "n -= 1", "pass"),
+    Fault("KV of who left is read", STRETCH, "parts", "starts -= start", "pass"),
     Fault(
         "blocks in order of rows",
         asyncsched.stretch,
@@ -358,21 +371,21 @@ FAULTS = (
         "events.sort()",
         "pass",
     ),
-    Fault("blocks come a step early", asyncsched.stretch, "_crossings", "size - starts", "size - starts - 1"),
+    Fault("blocks come a step early", asyncsched.stretch, "crossings", "size - starts", "size - starts - 1"),
     Fault("more steps than blocks", asyncsched.stretch, "affordable", "events[available][0]", "steps"),
     Fault(
         "blocks are shared before they are full",
         asyncsched.stretch,
-        "_grow_and_share",
+        "grow_and_share",
         "left - 1 + ahead",
         "left - 2 + ahead",
     ),
     Fault(
         "the last full block is not shared",
         asyncsched.stretch,
-        "_grow_and_share",
-        "commits + ahead,",
-        "commits + ahead - 1,",
+        "grow_and_share",
+        "commits + ahead]",
+        "commits + ahead - 1]",
     ),
     Fault(
         "gaps of the first request for all",
@@ -390,15 +403,15 @@ def test_planted_faults_are_found(fault: Fault, monkeypatch: pytest.MonkeyPatch)
     cases = [make() for make in CASES.values()]  # drawn before there is a fault
     changed = Rewrite(fault.name, ((fault.old, fault.new),)).changed(vars(fault.owner)[fault.name])
     monkeypatch.setattr(fault.owner, fault.name, changed)
-    if fault.name in ("settle", "affordable"):  # the scheduler has imported it
-        monkeypatch.setattr(asyncsched.scheduler, fault.name, changed)
+    if fault.owner is asyncsched.stretch and hasattr(LEAPS, fault.name):  # they have imported it
+        monkeypatch.setattr(LEAPS, fault.name, changed)
     assert any(_is_found(case) for case in cases)
 
 
 def _is_found(case: Case) -> bool:
     try:
         check(case)
-    except (AssertionError, ValueError, IndexError, sim.engine.StuckError):
+    except (AssertionError, ValueError, IndexError, KeyError, sim.engine.StuckError):
         return True
     return False
 
