@@ -6,6 +6,7 @@ write to is allocated on top of `num_blocks` and never handed out.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -112,8 +113,21 @@ class EngineConfig:
         """Width of a block table: blocks that `max_model_len` tokens take."""
         return -(-self.max_model_len // self.block_size)
 
+    def padded(self, num_decodes: int) -> tuple[int, int]:
+        """Bucket and mixed bucket of a step of so many decodes, and nothing else."""
+        bucket = smallest_bucket(self.decode_buckets, num_decodes)
+        return bucket, 0 if bucket else smallest_bucket(self.mixed_buckets, num_decodes)
+
 
 FIELD_NAMES = tuple(field.name for field in fields(EngineConfig))
+
+
+def smallest_bucket(buckets: tuple[int, ...], size: int) -> int:
+    """The smallest that holds `size`; 0 where none does, or nothing is to be held."""
+    if not buckets:
+        return 0
+    place = bisect_left(buckets, size)
+    return buckets[place] if size and place < len(buckets) else 0
 
 
 def _require_positive_int(name: str, value: object) -> None:

@@ -57,7 +57,7 @@ def stretch(scheduler: Scheduler, slots: Sequence[int]) -> Stretch | None:
         carry,
         scheduler._slot_base,
         tuple(slots),
-        scheduler.padded,
+        config.padded,
     )
 
 

@@ -186,6 +186,17 @@ class FinishReason(Enum):
     REJECTED = "rejected"
 
 
+class Counts(NamedTuple):
+    """Where all submitted requests are. Failed requests count as finished."""
+
+    submitted: int
+    rejected: int
+    waiting: int
+    running: int
+    finished: int
+    aborted: int
+
+
 class Finished(NamedTuple):
     """The last notice about a request. `message` explains ERROR and REJECTED.
 

@@ -15,20 +15,21 @@ over what changed: admissions, prefill chunks, evictions, finishes, block bounda
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from asyncsched.config import EngineConfig
+from asyncsched import room, stops
+from asyncsched.config import EngineConfig, smallest_bucket
 from asyncsched.decisions import describe
 from asyncsched.plan import NO_SOURCE, IndexArray, StepOutput, StepPlan
 from asyncsched.policy_set import PolicySet
 from asyncsched.queue import WaitingQueue
 from asyncsched.request import (
     NO_TOKENS,
+    Counts,
     Finished,
     FinishReason,
     Request,
@@ -44,17 +45,6 @@ from asyncsched.rows import NEVER, NO_TOKEN, Rows
 NO_ROWS: IndexArray = np.zeros(0, dtype=np.int64)
 ONE: IndexArray = np.array(1, dtype=np.int64)  # numpy takes an array of no dimensions faster than a Python int
 UINT32 = np.dtype(np.uint32)
-
-
-class Counts(NamedTuple):
-    """Where all submitted requests are. Failed requests count as finished."""
-
-    submitted: int
-    rejected: int
-    waiting: int
-    running: int
-    finished: int
-    aborted: int
 
 
 class Chunk(NamedTuple):
@@ -114,7 +104,8 @@ class Scheduler:
         """Queues a request. Returns the notice of rejection, with the numbers, when it can never run."""
         number = self._num_submitted
         self._num_submitted += 1
-        problem = self._why_never(request_id, len(prompt), params)
+        problem = f"request_id {request_id!r} is in use" if request_id in self._active else ""
+        problem = problem or room.why_never(self.residency, len(prompt), params)
         if problem:
             self._totals[Status.REJECTED] += 1
             self._note("reject {} {}", request_id, problem)
@@ -184,14 +175,14 @@ class Scheduler:
         finished: tuple[Finished, ...] = ()
         valid = tokens.view(UINT32) < self._vocab_size  # a negative token is a large number
         if False in valid.tobytes():
-            finished = self._fail_tokens(rows[~valid], tokens[~valid])
+            finished = stops.fail_tokens(r, rows[~valid], tokens[~valid], self.config.vocab_size, self._end)
             rows, ends, tokens = rows[valid], ends[valid], tokens[valid]
         r.flat_tokens[r.token_base[rows] + ends] = tokens
         r.known[rows] = ends + ONE
         requests = r.request[rows]
         ended = (tokens == r.stop_token[rows]) | (ends >= r.last_end[rows])
         if True in r.scrutinise[rows].tobytes():
-            requests, tokens, stopped = self._commit_one_by_one(rows, ends, tokens)
+            requests, tokens, stopped = stops.commit_one_by_one(r, rows, ends, tokens, self._end)
             finished += stopped
         elif True in ended.tobytes():
             pairs = zip(rows[ended].tolist(), ends[ended].tolist(), strict=True)
@@ -224,11 +215,6 @@ class Scheduler:
         """The engine cannot run any more: every request ends with the cause. For when no step is in flight."""
         finished = tuple(self._end(request, FinishReason.ERROR, cause) for request in list(self._active.values()))
         return StepOutput.of_notices(finished)
-
-    def padded(self, num_decodes: int) -> tuple[int, int]:
-        """Bucket and mixed bucket of a plan of so many decodes, and nothing else."""
-        bucket = _bucket(self.config.decode_buckets, num_decodes)
-        return bucket, 0 if bucket else _bucket(self.config.mixed_buckets, num_decodes)
 
     # ---- questions -------------------------------------------------------------------------------------------------
 
@@ -337,7 +323,11 @@ class Scheduler:
     @property
     def _is_standing_still(self) -> bool:
         """Nobody has a seat and no step is in flight: only an admission changes anything."""
-        return not self._seated and self._settled == self._next_step - 1
+        return not self._seated and not self._is_in_flight
+
+    @property
+    def _is_in_flight(self) -> bool:
+        return self._settled < self._next_step - 1
 
     def _open_static_batch(self) -> None:
         """The first `max_num_seqs` that wait, once the batch before is all admitted and all gone."""
@@ -367,10 +357,13 @@ class Scheduler:
         if not self.config.enable_chunked_prefill and known - start > budget:
             return None
         least = -(-(start + 1) // size) - (copy.freed if copy else 0)
-        promised = max(self._promised_blocks(request), least)
+        reserved = self.policies.reserved_tokens(self._view(request))
+        promised = max(room.wanted_blocks(self.residency, reserved, known), least)
         needed = promised - len(shared) + self.residency.pool.num_unowned(shared)
         available = self.residency.pool.available
-        if needed > available or needed + self._outstanding_promises() > available:
+        if needed > available:
+            return None
+        if needed + room.outstanding_promises(self.rows, self._reserved, self._seated) > available:
             return None
         if not self.residency.can_restore(request):
             return None
@@ -438,9 +431,8 @@ class Scheduler:
             self._prefilling = [q for q in self._prefilling if r.planned[q.row] < r.known[q.row]]
         self._give_up_seats(sampled, sampled_ends)
         offload, restore = self.residency.take_copies()
-        bucket, mixed_bucket = self.padded(num_decodes)
-        if chunks:
-            bucket, mixed_bucket = 0, _bucket(self.config.mixed_buckets, num_tokens)
+        bucket = 0 if chunks else smallest_bucket(self.config.decode_buckets, num_decodes)
+        mixed_bucket = 0 if bucket else smallest_bucket(self.config.mixed_buckets, num_tokens)
         plan = StepPlan(
             step,
             slot,
@@ -475,16 +467,9 @@ class Scheduler:
     # ---- eviction and reservations ---------------------------------------------------------------------------------
 
     def _choose_victim(self, taken: set[int]) -> Request | None:
-        """The seated request the policy gives up first, among those not in the plan that would free a block now.
-
-        Where every block is shared nobody frees one alone. Then the answer is to wait for what is in flight, and if
-        nothing is, to evict in the policy's order until the last owner of some block is gone.
-        """
-        pool, rows = self.residency.pool, self.rows
+        """The seated request the policy gives up first, among those not in the plan that would make room now."""
         candidates = [request for row, request in self._seated.items() if row not in taken]
-        freeing = [request for request in candidates if pool.num_sole(rows.blocks_of(request.row))]
-        if not freeing and self._settled == self._next_step - 1:
-            freeing = [request for request in candidates if rows.num_blocks[request.row]]
+        freeing = room.who_frees(self.rows, self.residency.pool, candidates, is_last_resort=not self._is_in_flight)
         if not freeing:
             return None
         return freeing[self.policies.choose_victim([self._view(request) for request in freeing])]
@@ -511,72 +496,7 @@ class Scheduler:
         else:
             self._unseat(request)
 
-    def _promised_blocks(self, request: Request) -> int:
-        """Blocks the reservation policy wants for an admission, never more than the request can use or the pool has."""
-        tokens = self.policies.reserved_tokens(self._view(request))
-        if not self.config.enable_chunked_prefill:
-            tokens = max(tokens, len(request.tokens))
-        return min(self.residency.footprint(tokens), self.residency.pool.num_usable)
-
-    def _outstanding_promises(self) -> int:
-        """Blocks promised to seated requests that they do not hold yet."""
-        if not self._seated:
-            return 0
-        rows = np.array(list(self._seated), dtype=np.int64)
-        held = self.rows.num_blocks[rows] - self.rows.freed[rows]
-        return sum([promised for promised in (self._reserved[rows] - held).tolist() if promised > 0])
-
-    def _why_never(self, request_id: str, prompt: int, params: SamplingParams) -> str:
-        """Why a request can never run, with the numbers; empty when it can."""
-        config = self.config
-        total = prompt + params.max_tokens
-        if request_id in self._active:
-            return f"request_id {request_id!r} is in use"
-        if prompt == 0:
-            return "the prompt is empty; at least 1 token is needed"
-        sizes = f"prompt {prompt} + max_tokens {params.max_tokens} = {total} tokens"
-        if total > config.max_model_len:
-            return f"{sizes}, over max_model_len {config.max_model_len}"
-        blocks, usable = self.residency.least_blocks(total - 1), self.residency.pool.num_usable
-        if blocks > usable:  # the last token's KV is never written
-            return f"{sizes}: {blocks} KV blocks of {config.block_size}, over num_blocks {usable}"
-        if not config.enable_chunked_prefill and total - 1 > config.max_num_batched_tokens:
-            return f"{sizes}, over max_num_batched_tokens {config.max_num_batched_tokens} with chunked prefill off"
-        return ""
-
     # ---- settling --------------------------------------------------------------------------------------------------
-
-    def _commit_one_by_one(
-        self, rows: IndexArray, ends: IndexArray, tokens: TokenArray
-    ) -> tuple[IndexArray, TokenArray, tuple[Finished, ...]]:
-        """Commit for steps with stops that need more than one comparison; holds back what may become a stop string."""
-        requests: list[int] = []
-        delivered: list[int] = []
-        finished: list[Finished] = []
-        for row, end, token in zip(rows.tolist(), ends.tolist(), tokens.tolist(), strict=True):
-            request = self.rows.owner[row]
-            assert request is not None  # the row is live
-            at_limit = end >= int(self.rows.last_end[row])
-            stopped, held = self._scrutinise(request, end, token)
-            # Only requests that are looked at alone hold anything back: the others' earlier tokens are all out.
-            first = request.num_prompt_tokens + request.num_released if self.rows.scrutinise[row] else end
-            last = max(first, end + 1 - (0 if stopped or at_limit else held))  # what is out cannot be held back
-            delivered += self.rows.tokens[row, first:last].tolist()
-            requests += [request.number] * (last - first)
-            request.num_released += last - first
-            if stopped or at_limit:
-                finished.append(self._end(request, FinishReason.STOP if stopped else FinishReason.LENGTH))
-        return np.array(requests, dtype=np.int64), np.array(delivered, dtype=np.int32), tuple(finished)
-
-    def _scrutinise(self, request: Request, end: int, token: int) -> tuple[bool, int]:
-        """Whether a content stop ends the request at position `end`, and how many tokens to hold back if not."""
-        match = request.matcher.feed(token) if request.matcher else None
-        outputs = end + 1 - request.num_prompt_tokens
-        if outputs < request.params.min_tokens:
-            return False, match.held if match else 0
-        if token in request.params.stop_token_ids:
-            return True, 0
-        return (match.stopped, match.held) if match else (False, 0)
 
     def _end_of(self, row: int, end: int) -> Finished:
         """Ends a request whose stops one comparison decides: the last token the limit allows, or the stop token."""
@@ -622,24 +542,9 @@ class Scheduler:
         else:
             self._decode = self._decode[self._decode != row]
 
-    def _fail_tokens(self, rows: IndexArray, tokens: TokenArray) -> tuple[Finished, ...]:
-        """Ends the requests whose sampled tokens are no tokens: NaN logits, or a fault of the executor."""
-        finished = []
-        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
-            request = self.rows.owner[row]
-            assert request is not None  # the row is live
-            message = f"sampled token {token} is outside the vocabulary of {self.config.vocab_size}"
-            finished.append(self._end(request, FinishReason.ERROR, message))
-        return tuple(finished)
-
     def _end_unfit(self) -> list[Finished]:
         """Ends requests that blocks in quarantine leave no room for."""
-        usable = self.residency.pool.num_usable
-        unfit = [
-            request
-            for request in self._active.values()
-            if self.residency.least_blocks(request.max_total_tokens - 1) > usable
-        ]
+        usable, unfit = self.residency.pool.num_usable, room.unfit(self.residency, self._active.values())
         message = f"its KV does not fit the {usable} blocks that are left after steps that never came back"
         return [self._end(request, FinishReason.ERROR, message) for request in unfit]
 
@@ -683,14 +588,6 @@ class Scheduler:
     def _note(self, line: str, *values: object) -> None:
         if self._log is not None:
             self._log.append(f"before plan {self.plans}: " + line.format(*values))
-
-
-def _bucket(buckets: tuple[int, ...], size: int) -> int:
-    """The smallest that holds `size`; 0 where none does, or nothing is to be held."""
-    if not buckets:
-        return 0
-    place = bisect_left(buckets, size)
-    return buckets[place] if size and place < len(buckets) else 0
 
 
 def _joined(one: IndexArray, other: IndexArray) -> IndexArray:

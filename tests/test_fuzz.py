@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncsched import stops
 from asyncsched.config import EngineConfig
 from asyncsched.errors import ConfigError
 from asyncsched.fuzz import Finding, fuzz, run_episode, run_scenario
@@ -115,15 +116,15 @@ def test_files_that_are_no_scenarios_are_refused() -> None:
 
 def plant_stop_one_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A content stop is noticed a token late, for requests with several stop tokens."""
-    scrutinise = Scheduler._scrutinise
+    scrutinise = stops.scrutinise
+    newest: dict[Request, int] = {}
 
-    def late(self: Scheduler, request: object, end: int, token: int) -> tuple[bool, int]:
-        previous = int(self.rows.tokens[request.row, end - 1])  # type: ignore[attr-defined]
-        first = end == request.num_prompt_tokens  # type: ignore[attr-defined]
-        stopped, held = scrutinise(self, request, end, token)  # type: ignore[arg-type]
-        return (not first and previous in request.params.stop_token_ids) or (stopped and held > 0), held  # type: ignore[attr-defined]
+    def late(request: Request, position: int, token: int) -> tuple[bool, int]:
+        previous, newest[request] = newest.get(request), token
+        stopped, held = scrutinise(request, position, token)
+        return previous in request.params.stop_token_ids or (stopped and held > 0), held
 
-    monkeypatch.setattr(Scheduler, "_scrutinise", late)
+    monkeypatch.setattr(stops, "scrutinise", late)
 
 
 def plant_leak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,8 +172,8 @@ def plant_deaf_to_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plant_nothing_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """What may still become a stop string is handed out; tokens and notices are right."""
-    scrutinise = Scheduler._scrutinise
-    monkeypatch.setattr(Scheduler, "_scrutinise", lambda self, *args: (scrutinise(self, *args)[0], 0))
+    scrutinise = stops.scrutinise
+    monkeypatch.setattr(stops, "scrutinise", lambda *args: (scrutinise(*args)[0], 0))
 
 
 def plant_held_back_in_notice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ INPUTS = (
     ),
     Mutant(
         "steps are never padded",
-        (around("scheduler._bucket", lambda bucket: lambda buckets, size: 0),),
+        (around("config.smallest_bucket", lambda bucket: lambda buckets, size: 0),),
         "19-padding-row-in-a-full-pool",
         19,
     ),

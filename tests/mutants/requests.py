@@ -15,9 +15,9 @@ COMMIT = "scheduler.Scheduler.commit"
 END = "scheduler.Scheduler._end"
 EVICT = "scheduler.Scheduler._evict"
 SEAT = "scheduler.Scheduler._seat"
-SCRUTINISE = "scheduler.Scheduler._scrutinise"
+SCRUTINISE = "stops.scrutinise"
 DRAINED = "scheduler.Scheduler._release_drained"
-ONE_BY_ONE = "scheduler.Scheduler._commit_one_by_one"
+ONE_BY_ONE = "stops.commit_one_by_one"
 UNSEAT = "self._unseat(request)"
 IN_FLIGHT = "if self.rows.last_step[row] > self._settled:"
 
@@ -256,7 +256,7 @@ REQUESTS = (
     ),
     Mutant(
         "what is out is delivered again beside a matcher",
-        (rewrite(ONE_BY_ONE, (" if self.rows.scrutinise[row] else end", "")),),
+        (rewrite(ONE_BY_ONE, (" if r.scrutinise[row] else position", "")),),
         "a matcher joins",
     ),
     # ---- aborts
@@ -319,7 +319,7 @@ REQUESTS = (
     ),
     Mutant(
         "what never fits waits for ever",
-        (rewrite("scheduler.Scheduler._why_never", ("if blocks > usable:", "if False:")),),
+        (rewrite("room.why_never", ("if blocks > usable:", "if False:")),),
         "15-never-fits",
         15,
     ),
