@@ -260,12 +260,11 @@ def _print(shape: str, report: dict[str, Any]) -> None:
                 f"{row.error:+.2f} {'' if row.unit == 'count' else row.unit}".strip(),
                 "" if row.limit is None else f"{row.limit:g}",
                 row.verdict,
-                "" if row.low is None else f"{row.low:.4g} to {row.high:.4g}",
                 "" if row.told_error is None else f"{row.told_error:+.2f}",
             )
             for row in rows
         ]
-        columns = ("run", "figure", "measured", "predicted", "error", "limit", "", "90% of predictions", "host known")
+        columns = ("run", "figure", "measured", "predicted", "error", "limit", "", "host known")
         print_table(f"{shape}, {group}", columns, table, numbers=(*columns[2:6], *columns[7:]))
     table = [
         (one["group"], one["kind"], str(one["steps"]), f"{one['share']:.1%}", one["verdict"])
