@@ -142,7 +142,7 @@ INPUTS = (
     ),
     Mutant(
         "no step is padded to a number of tokens",
-        (rewrite("scheduler.Scheduler._seal", ("_bucket(self.config.mixed_buckets, num_tokens)", "0")),),
+        (rewrite("scheduler.Scheduler._seal", ("smallest_bucket(self.config.mixed_buckets, num_tokens)", "0")),),
         "padding tokens in a full pool",
     ),
 )
