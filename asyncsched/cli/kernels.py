@@ -15,7 +15,7 @@ def kernel_share(work: Callable[[], object]) -> float | None:
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         work()
         torch.cuda.synchronize()
     return busy_share(_kernels(profiled.events()))
