@@ -2,16 +2,19 @@
 
     python experiments/compare_peers.py --only batch --only host --out experiments/results/h200-compare.json
 
-Engines alternate (A B A B), figures are medians over rounds. Sections, with their rough duration for 8B on an H200 once
-compiled kernels are cached; add about 15 s per engine for loading:
+Engines alternate (A B A B), figures are medians over rounds. All sections of a run share one load of our model, which
+takes about 40 s, compiled. Sections, with their rough duration for 8B on an H200 beside that, per round:
 
-batch        prompts of 128 tokens, 512 new ones, at batch 1, 8, 32, 128, 256; per batch 20 s for ours, 60 s with peers
-small-model  the same with a 1B shape, at batch 1, 32 and 256; half of that
-seeds        32 requests of 8,192 new tokens, one round; 80 s per engine, ours alone unless --engine says otherwise
-decode       our decode step at context 512, 4,096 and 8,192 against the memory floor; 40 s
+batch        prompts of 128 tokens, 512 new ones, at batch 1, 8, 32, 128, 256, sync and async; 50 s, and 45 for spans
+peers        the same at batch 32 beside all peers; 40 s, and 15 for the peers' weights and graphs
+small-model  as batch, with a 1B shape, at batch 1, 32 and 256; 40 s, with its own load
+seeds        32 requests of 8,192 new tokens, async unless --engine says otherwise, and the decode steps at context
+             512, 4,096 and 8,192 against the memory floor; 85 s per mode
+decode       those steps alone, each after prompts of that length; 45 s
 prefill      our prefill of 32 prompts of 2,048 tokens against dense products; 15 s
-host         our host time per step by kind, at batch 32 and 256, sync and async; 45 s
-mixed        ours with 64 requests in flight, prompts arriving meanwhile, at two token budgets, sync and async; 100 s
+host         our host time per step by kind, at batch 32 and 256, sync and async; 20 s
+mixed        ours with 64 requests in flight, prompts arriving meanwhile, at two token budgets, sync and async; 80 s
+invariant    the batch-invariant mode beside the usual one, at batch 8, 32 and 256; 30 s
 
 Bandwidth and dense peak are measured in the same run. A dry run: --device cpu --shrink 16 --config llama-tiny.
 """
@@ -23,11 +26,12 @@ import platform
 import statistics
 import subprocess
 import time
+import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import peers
 import sections
@@ -40,20 +44,20 @@ from sections import Row, Setup
 from executors.named_configs import named_config
 
 NEW_TOKENS = 512
-SEEDS = Load(32, 128, 8192)
-Section = Enum("Section", {n: n for n in ("batch", "small-model", "seeds", "decode", "prefill", "host", "mixed")})
+SECTIONS = ("batch", "peers", "small-model", "seeds", "decode", "prefill", "host", "mixed", "invariant")
+OURS = ("ours-sync", "ours-async")
+Section = Enum("Section", {name: name for name in SECTIONS})
 EngineName = Enum("EngineName", {name: name for name in peers.ENGINES})
 
 
 def throughput(setup: Setup, loads: list[Load], names: list[str], rounds: int, peer_compile: int) -> list[Row]:
     """Tokens per second of each engine under each load; for ours also what the lanes did, and how many tokens agree."""
-    models: dict[str, Any] = {}
     reasons = {name: peers.cannot_run(name, setup.device) for name in names}
     for name, reason in reasons.items():
         if reason:
             say(f"{name} is left out: {reason}")
     engines = {
-        name: peers.build(name, setup.shape, loads, setup.device, models, peer_compile)
+        name: peers.build(name, setup.shape, loads, setup.device, setup.models, peer_compile)
         for name, reason in reasons.items()
         if not reason
     }
@@ -87,7 +91,7 @@ def throughput(setup: Setup, loads: list[Load], names: list[str], rounds: int, p
             say(f"{name}, {load.requests} requests: {rows[-1]['tokens_per_s']:.0f} tokens/s")
     for engine in engines.values():
         engine.close()
-    models.clear()
+    setup.models.pop("transformers", None)  # ours stay for the next section
     peers.release()
     return rows
 
@@ -102,8 +106,8 @@ def main(
     only: Annotated[list[Section] | None, typer.Option(help="A section; all without it.")] = None,
     config: Annotated[str, typer.Option(help="A named model shape.")] = "llama-8b",
     small_config: Annotated[str, typer.Option(help="That of the section small-model.")] = "llama-1b",
-    engine: Annotated[list[EngineName] | None, typer.Option(help="Engines of batch, small-model and seeds.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Batch sizes of batch and small-model.")] = None,
+    engine: Annotated[list[EngineName] | None, typer.Option(help="Of batch, peers, small-model, seeds.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sizes for batch, peers and small-model.")] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 2,
     peer_compile: Annotated[int, typer.Option(min=0, max=3, help="transformers' default_compile_level.")] = 0,
     budget: Annotated[list[int] | None, typer.Option(min=1, help="Token budgets of the section mixed.")] = None,
@@ -114,31 +118,41 @@ def main(
     """Measure, print tables, and write the results."""
     setup = Setup(shape=named_config(config), device=device, rounds=rounds, shrink=shrink)
     small = Setup(shape=named_config(small_config), device=device, rounds=rounds, shrink=shrink)
-    names = [one.value for one in engine] if engine else list(peers.ENGINES)
-    of_seeds = names if engine else [name for name in names if name.startswith("ours")]
-    new_tokens = setup.less(NEW_TOKENS, 64)
-    loads, small_loads = (
-        [Load(size, setup.less(128, 8), new_tokens) for size in sorted(set(batch or map(setup.less, sizes)))]
-        for sizes in ((1, 8, 32, 128, 256), (1, 32, 256))
-    )
-    long = Load(setup.less(SEEDS.requests), SEEDS.prompt_tokens // 2, setup.less(SEEDS.new_tokens))
+    asked = [one.value for one in engine] if engine else []
+    modes = tuple(name.removeprefix("ours-") for name in asked if name in OURS) or ("async",)
+
+    def compared(of: Setup, names: tuple[str, ...], sizes: tuple[int, ...]) -> list[Row]:
+        lengths = setup.less(128, 8), setup.less(NEW_TOKENS, 64)
+        loads = [Load(size, *lengths) for size in sorted(set(batch or map(setup.less, sizes)))]
+        return throughput(of, loads, asked or list(names), rounds, peer_compile)
+
     work: dict[str, Callable[[], list[Row]]] = {
-        "batch": lambda: throughput(setup, loads, names, rounds, peer_compile),
-        "small-model": lambda: throughput(small, small_loads, names, rounds, peer_compile),
-        "seeds": lambda: throughput(setup, [long if shrink > 1 else SEEDS], of_seeds, 1, peer_compile),
+        "batch": lambda: compared(setup, OURS, (1, 8, 32, 128, 256)),
+        "peers": lambda: compared(setup, peers.ENGINES, (32,)),
+        "small-model": lambda: compared(small, OURS, (1, 32, 256)),
+        "seeds": lambda: sections.seeds(setup, modes, rounds),
         "decode": lambda: sections.decode(setup),
         "prefill": lambda: sections.prefill(setup),
         "host": lambda: sections.host(setup),
         "mixed": lambda: sections.mixed(setup, tuple(budget) if budget else (320, 512)),
+        "invariant": lambda: sections.invariant(setup),
     }
+    broken = []
     for name in [one.value for one in only] if only else work:
         started = time.perf_counter()
-        rows = work[name]()
+        try:
+            rows = work[name]()
+        except Exception:  # of a peer, or out of memory: what comes next does not depend on it
+            broken.append(name)
+            traceback.print_exc()
+            continue
         record = {**about(device, small_config if name == "small-model" else config), "rows": rows}
         record["took_s"] = round(time.perf_counter() - started, 1)
         print_rows(name, record)
         if out is not None:
             save(out, name, record)
+    if broken:
+        raise SystemExit(f"error: broke off: {', '.join(broken)}")
 
 
 def about(device: str, config: str) -> Row:

@@ -23,9 +23,11 @@ from transformers import (
     PretrainedConfig,
 )
 
-from asyncsched.timeline import Timeline
-from executors.bench import run_bench
+from asyncsched.timeline import Span, Timeline
+from executors.bench import BenchResult, run_bench
 from executors.llm import LLM
+from executors.models import Model
+from executors.settings import compile_settings, device_of, dtype_of
 
 WARM_UP_TOKENS = 32
 BIG_BATCH = 128  # from here on a peer gives its KV cache back after a run: two of them do not fit beside the others
@@ -77,16 +79,35 @@ def release() -> None:
 
 
 class Ours:
-    """This project, at a depth. Spans are recorded by `profile` only: they cost the host."""
+    """This project, at a depth. Spans are recorded by `profile` only: they cost the host.
+
+    `models` are shared between engines by the caller: weights need room, and compiling takes time, once.
+    """
 
     notes = ""
 
-    def __init__(self, shape: PretrainedConfig, depth: int, loads: list[Load], device: str, **settings: Any) -> None:
+    def __init__(
+        self,
+        shape: PretrainedConfig,
+        depth: int,
+        loads: list[Load],
+        device: str,
+        models: dict[str, Any],
+        **settings: Any,
+    ) -> None:
+        if "ours" not in models:
+            where = device_of(device)
+            models["ours"] = Model.load(
+                shape,
+                device=where,
+                dtype=dtype_of("auto", where),
+                dummy_weights=True,
+                compile=compile_settings(None, where),
+            )
         self.llm = LLM(
-            shape,
+            models["ours"],
             depth=depth,
             device=device,
-            dummy_weights=True,
             **{
                 "max_num_seqs": max(load.requests for load in loads),
                 "max_model_len": max(load.length for load in loads),
@@ -103,10 +124,15 @@ class Ours:
 
     def profile(self, load: Load) -> dict[str, Any]:
         """The same run with spans of every lane: GPU active by events, and what a steady decode step takes."""
-        self.llm.engine.executor.record(Timeline())
+        result = self.recorded(load)[0]
+        return {name: result.to_dict()[name] for name in ("ms_per_step", "compute_ms", "gpu_active", "host_us")}
+
+    def recorded(self, load: Load) -> tuple[BenchResult, list[Span]]:
+        timeline = Timeline()
+        self.llm.engine.executor.record(timeline)
         result = run_bench(self.llm, **load._asdict()).result
         self.llm.engine.executor.record(None)
-        return {name: result.to_dict()[name] for name in ("ms_per_step", "compute_ms", "gpu_active", "host_us")}
+        return result, timeline.spans
 
     def close(self) -> None:
         del self.llm
@@ -247,7 +273,7 @@ def build(
     """The engine of that name, with room for each of the loads."""
     kind, mode = name.split("-")
     if kind == "ours":
-        return Ours(shape, {"sync": 1, "async": 2}[mode], loads, device)
+        return Ours(shape, {"sync": 1, "async": 2}[mode], loads, device, models)
     if kind == "vllm":
         return Vllm(shape, mode == "async", loads)
     peer = Transformers(shape, mode == "async", device, models)

@@ -9,20 +9,22 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
+from kernel_time import kernel_share
 from limits import copy_bandwidth, dense_flops, prefill_flops, weight_bytes
-from peers import Load, Ours
+from peers import Load, Ours, Tokens
 from transformers import PretrainedConfig
 
 from asyncsched.request import SamplingParams
 from asyncsched.timeline import Span, Timeline
 from executors.llm import LLM
+from executors.models import Model
 from executors.outputs import StreamPiece
 
 DEPTHS = {"sync": 1, "async": 2}
@@ -31,12 +33,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """shrink divides every length and batch, for a dry run on a CPU."""
+    """shrink divides every length and batch, for a dry run on a CPU. models is what its sections have loaded."""
 
     shape: PretrainedConfig
     device: str
     rounds: int
     shrink: int = 1
+    models: dict[str, Any] = field(default_factory=dict)
 
     @property
     def torch_device(self) -> torch.device:
@@ -48,7 +51,7 @@ class Setup:
 
 @contextmanager
 def ours(setup: Setup, depth: int, loads: list[Load], **settings: Any) -> Iterator[Ours]:
-    engine = Ours(setup.shape, depth, loads, setup.device, **settings)
+    engine = Ours(setup.shape, depth, loads, setup.device, setup.models, **settings)
     try:
         yield engine
     finally:
@@ -69,20 +72,110 @@ def decode(setup: Setup) -> list[Row]:
         for context, load in zip(contexts, loads, strict=True):
             engine.prepare(load)
             figures = engine.profile(load)
-            read = weight_bytes(engine.llm.model) + batch * context * engine.llm.model.kv_bytes_per_token
-            floor_ms = 1e3 * read / bandwidth
-            rows.append(
-                {
-                    "context": context,
-                    "batch": batch,
-                    "ms_per_step": figures["ms_per_step"],
-                    "compute_ms": figures["compute_ms"],
-                    "floor_ms": floor_ms,
-                    "times_floor": figures["ms_per_step"] / floor_ms,
-                    "copy_tb_s": bandwidth / 1e12,
-                    "read_gb": read / 1e9,
-                }
-            )
+            beside = against_floor(engine.llm.model, batch, context, figures["ms_per_step"], bandwidth)
+            rows.append({"context": context, "batch": batch, "compute_ms": figures["compute_ms"], **beside})
+    return rows
+
+
+def against_floor(model: Model, batch: int, context: int, ms_per_step: float, bandwidth: float) -> Row:
+    """A decode step beside reading all weights and the KV once, at that bandwidth (bytes/s)."""
+    read = weight_bytes(model) + batch * context * model.kv_bytes_per_token
+    floor_ms = 1e3 * read / bandwidth
+    return {
+        "ms_per_step": ms_per_step,
+        "floor_ms": floor_ms,
+        "times_floor": ms_per_step / floor_ms,
+        "copy_tb_s": bandwidth / 1e12,
+        "read_gb": read / 1e9,
+    }
+
+
+# ---- the seeds' workload ---------------------------------------------------------------------------------------------
+
+
+def seeds(setup: Setup, modes: tuple[str, ...], rounds: int) -> list[Row]:
+    """32 requests of 8,192 new tokens; every run is recorded. About 75 s per mode and round at 8B.
+
+    gpu_active   of all steps from the first to the last, by events
+    kernel_share of a steady step at a short context: the time in which a kernel runs over the step's period
+    at_N         steady steps around that context
+    """
+    load = Load(setup.less(32, 2), setup.less(128, 8), setup.less(8192, 128))
+    contexts = [setup.less(context, 64) for context in (512, 4096, 8192)]
+    bandwidth = copy_bandwidth(setup.torch_device)
+    rows = []
+    for mode in modes:
+        with ours(setup, DEPTHS[mode], [load]) as engine:
+            engine.prepare(load)
+            for _ in range(rounds):
+                result, spans = engine.recorded(load)
+                compute = [span for span in spans if span.lane == "compute"]
+                window = max(span.end_ns for span in compute) - min(span.start_ns for span in compute)
+                rows.append(
+                    {
+                        "mode": mode,
+                        **load._asdict(),
+                        "wall_s": result.wall_s,
+                        "tokens_per_s": result.output_throughput,
+                        "floor_s": load.new_tokens * _mean_floor_s(engine.llm.model, load, bandwidth),
+                        "gpu_active": sum(span.end_ns - span.start_ns for span in compute) / window,
+                        "kernel_share": None,
+                        **{
+                            f"at_{context}": against_floor(
+                                engine.llm.model, load.requests, context, _ms_at(spans, load, context), bandwidth
+                            )
+                            for context in contexts
+                        },
+                        "host_us": result.host_us,
+                    }
+                )
+            rows[-1]["kernel_share"] = kernel_share(engine, load._replace(new_tokens=setup.less(96, 64)))
+    return rows
+
+
+def _mean_floor_s(model: Model, load: Load, bandwidth: float) -> float:
+    context = load.prompt_tokens + load.new_tokens / 2
+    return (weight_bytes(model) + load.requests * context * model.kv_bytes_per_token) / bandwidth
+
+
+def _ms_at(spans: list[Span], load: Load, context: int, around: int = 48) -> float:
+    """Median period of the decode steps with about so much context."""
+    ends = sorted(span.end_ns for span in spans if span.name == "forward" and span.size == load.requests)
+    middle = context - load.prompt_tokens
+    periods = np.diff(ends[max(0, middle - around) : middle + around])
+    return float(np.median(periods)) / 1e6
+
+
+# ---- batch-invariant mode --------------------------------------------------------------------------------------------
+
+
+def invariant(setup: Setup) -> list[Row]:
+    """The usual engine and the batch-invariant one, which has steps of one shape, async. About 25 s at 8B.
+
+    alike  of the smallest batch's sequences, those that are the same in this batch
+    """
+    sizes = sorted({setup.less(8, 2), setup.less(32, 4), setup.less(256, 8)})
+    loads = [Load(size, setup.less(128, 8), setup.less(256, 64)) for size in sizes]
+    rows = []
+    modes: dict[str, dict[str, Any]] = {"usual": {}, "batch-invariant": {"batch_invariant": True}}
+    for name, settings in modes.items():
+        if settings and setup.device != "cuda":
+            continue  # it needs kernels of a GPU
+        with ours(setup, DEPTHS["async"], loads, **settings) as engine:
+            alone: Tokens | None = None
+            for load in loads:
+                engine.prepare(load)
+                run = engine.generate(load)
+                tokens = run.tokens or ()
+                alone = alone or tokens
+                rows.append(
+                    {
+                        "engine": name,
+                        **load._asdict(),
+                        "tokens_per_s": load.requests * load.new_tokens / run.wall_s,
+                        "alike": sum(one == other for one, other in zip(alone, tokens, strict=False)),
+                    }
+                )
     return rows
 
 
