@@ -26,7 +26,7 @@ def _busy_ms(engine: Ours, load: Load) -> float | None:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
         engine.generate(load)
         torch.cuda.synchronize()
     kernels = sorted(
