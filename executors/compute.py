@@ -11,6 +11,7 @@ Where a step cannot be captured, because its forward pass waits for the device, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -27,18 +28,13 @@ from executors.step_view import StepView
 
 # A row gets the same token from any superset of its features, so a few sets serve all, and few graphs are captured.
 CUTS = Features.MIN_P | Features.TOP_K | Features.TOP_P
-VARIANTS = (
-    Features.NONE,
-    Features.RANDOM,
-    Features.RANDOM | CUTS,
-    Features.ALL & ~Features.LOGPROBS,
-    Features.ALL,
-)
+VARIANTS = (0, int(Features.RANDOM), Features.RANDOM | CUTS, Features.ALL & ~Features.LOGPROBS, int(Features.ALL))
 
-GraphKey = tuple[int, Buckets, Features]
+GraphKey = tuple[int, Buckets, int]
 
 
-def variant(features: Features) -> Features:
+@cache
+def variant(features: int) -> int:
     """The smallest variant that computes what is asked."""
     return next(found for found in VARIANTS if features & ~found == 0)
 
@@ -94,7 +90,7 @@ class ComputeLane:
     def try_capture(self, slot: Slot) -> str:
         """Captures the smallest bucket. Where the model cannot be captured, graphs are off; returns why."""
         if self._use_graphs and self.config.decode_buckets:
-            self._graph(slot, (self.config.decode_buckets[0], 0), Features.NONE)
+            self._graph(slot, (self.config.decode_buckets[0], 0), 0)
         return self.refusal
 
     def offload(self, plan: StepPlan) -> None:
@@ -126,7 +122,7 @@ class ComputeLane:
         tokens.copy_(torch.where(source != NO_SOURCE, carried, tokens))
 
     @torch.no_grad()
-    def _run(self, slot: Slot, view: StepView, num_samples: int, features: Features) -> None:
+    def _run(self, slot: Slot, view: StepView, num_samples: int, features: int) -> None:
         logits = self.model.forward(view, self.kv)
         if not num_samples:
             return
@@ -189,7 +185,7 @@ class ComputeLane:
         """Whether the step runs as one captured graph."""
         return self._use_graphs and (plan.bucket > 0 or (plan.mixed_bucket > 0 and self.model.backend.captures_mixed))
 
-    def _graph(self, slot: Slot, buckets: Buckets, features: Features) -> torch.cuda.CUDAGraph | None:
+    def _graph(self, slot: Slot, buckets: Buckets, features: int) -> torch.cuda.CUDAGraph | None:
         """None where the step cannot be captured: from then on none is."""
         key = (slot.index, buckets, features)
         if key not in self._graphs:
@@ -203,7 +199,7 @@ class ComputeLane:
                 return None
         return self._graphs[key]
 
-    def _capture(self, slot: Slot, buckets: Buckets, features: Features) -> torch.cuda.CUDAGraph:
+    def _capture(self, slot: Slot, buckets: Buckets, features: int) -> torch.cuda.CUDAGraph:
         """Records changes, carry-over, forward pass and sampling of a step on the current stream; runs nothing."""
         slot.use(buckets)
         bucket, mixed_bucket = buckets

@@ -34,7 +34,7 @@ class Sampled(NamedTuple):
     logprobs: Tensor | None
 
 
-def sample(logits: Tensor, words: Tensor, state: SamplerState, features: Features) -> Sampled:
+def sample(logits: Tensor, words: Tensor, state: SamplerState, features: int) -> Sampled:
     """Samples from `logits`, float32[m, V], with the parameters `words`, int32[m, NUM_WORDS], and counts the tokens.
 
     `logits` are left as they are. What the features keep in `state` must be allocated. On a CUDA device a few kernels
@@ -43,7 +43,7 @@ def sample(logits: Tensor, words: Tensor, state: SamplerState, features: Feature
     return (_sample_fused if logits.is_cuda else sample_plain)(logits, words, state, features)
 
 
-def sample_plain(logits: Tensor, words: Tensor, state: SamplerState, features: Features) -> Sampled:
+def sample_plain(logits: Tensor, words: Tensor, state: SamplerState, features: int) -> Sampled:
     """`sample`, operation by operation: the reference, and what runs where there are no kernels."""
     params = _Params(words)
     edited = _edited(logits, params, state) if features & Features.EDITS else logits
@@ -60,7 +60,7 @@ def sample_plain(logits: Tensor, words: Tensor, state: SamplerState, features: F
     return Sampled(tokens.to(torch.int32), logprobs)
 
 
-def _sample_fused(logits: Tensor, words: Tensor, state: SamplerState, features: Features) -> Sampled:
+def _sample_fused(logits: Tensor, words: Tensor, state: SamplerState, features: int) -> Sampled:
     from executors import triton_sampling  # there is no Triton where there is no GPU
 
     counts = state.counts if features & Features.PENALTIES else None
@@ -117,7 +117,7 @@ def _penalised(logits: Tensor, params: _Params, state: SamplerState) -> Tensor:
     return torch.where(counts != 0, repeated, logits).sub_(penalty)
 
 
-def _drawn(logits: Tensor, peak: Tensor, params: _Params, state: SamplerState, features: Features) -> Tensor:
+def _drawn(logits: Tensor, peak: Tensor, params: _Params, state: SamplerState, features: int) -> Tensor:
     """A random token per row, int64[m, 1]; for greedy rows, any."""
     weights = (logits - peak).mul_(params.floats(Word.INV_TEMPERATURE)).exp_()
     if features & Features.MIN_P:

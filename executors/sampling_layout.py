@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum, IntFlag
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +13,11 @@ MAX_EDITS = 1024  # logit biases and suppressed stop ids of one request
 IN_PROMPT = 1 << 30  # in a token's count: the prompt has it
 
 
-class Features(IntFlag):
-    """What the rows of a step use beyond the largest logit. What nobody uses is not computed."""
+class Features(IntEnum):
+    """What the rows of a step use beyond the largest logit, as bits of an int. What nobody uses is not computed.
+
+    Not an IntFlag: an operation of those costs a step on the host ten times one of ints.
+    """
 
     NONE = 0
     RANDOM = 1

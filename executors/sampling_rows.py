@@ -29,8 +29,11 @@ _MIN_TOKENS = 128  # beside the features: edits apply while the output is short
 class Look(NamedTuple):
     """What a step uses; and how many edits apply to each sampled row, where that changes as its output grows."""
 
-    features: Features
+    features: int
     num_edits: NDArray[np.int32] | None
+
+
+NO_FEATURES = Look(0, None)
 
 
 class SamplingRows:
@@ -48,6 +51,7 @@ class SamplingRows:
         self._streams = np.zeros(capacity + 1, dtype=np.uint64)
         self._suppress_until = np.zeros(capacity + 1, dtype=np.int64)  # position from which stop ids may be sampled
         self._num_suppressed = np.zeros(capacity + 1, dtype=np.int32)
+        self._with_features: set[int] = set()  # rows whose `_features` are not 0
         self._owner = np.full(capacity + 1, _NOBODY, dtype=np.int64)
         self._row_of: dict[int, int] = {}
         self._counts = np.zeros(vocab_size, dtype=np.int32)  # scratch, all zero between calls
@@ -77,12 +81,18 @@ class SamplingRows:
             self._features[row] |= _MIN_TOKENS
             self._suppress_until[row] = len(prompt_tokens) + params.min_tokens
             self._num_suppressed[row] = len(suppressed)
+        if self._features[row]:
+            self._with_features.add(row)
+        else:
+            self._with_features.discard(row)
         edits = [*_biases(params), *((token, -np.inf) for token in suppressed)]
         if self._features[row] & Features.PENALTIES or edits:
             self._pending.append(self._reset(row, edits, prompt_tokens, output_tokens))
 
     def seat_new(self, plan: StepPlan, rows: Rows) -> None:
         """Seats every request that computes its first chunk in `plan`. To be called before anything is committed."""
+        if plan.num_decodes == len(plan.rows):
+            return
         prefills = plan.rows[plan.num_decodes :]
         for row in prefills[self._owner[prefills] != plan.requests[plan.num_decodes :]].tolist():
             request = rows.owner[row]
@@ -99,20 +109,22 @@ class SamplingRows:
         self._pending.clear()
         return Resets(np.concatenate((rows, counts, edits), axis=None), len(rows), len(counts), len(edits))
 
-    def features(self, plan: StepPlan) -> Features:
+    def features(self, plan: StepPlan) -> int:
         """What the sampled rows of the plan use; they must be seated."""
         return self.look(plan).features
 
     def look(self, plan: StepPlan) -> Look:
+        if not self._with_features:
+            return NO_FEATURES
         sampled = plan.sampled
         features = int(np.bitwise_or.reduce(self._features[sampled]))  # 0 for a step that samples nothing
         if not features & _MIN_TOKENS:
-            return Look(Features(features), None)
+            return Look(features, None)
         is_short = plan.sampled_ends < self._suppress_until[sampled]
         if is_short.any():
             features |= Features.EDITS
         num_edits = self._words[sampled, Word.NUM_EDITS] + self._num_suppressed[sampled] * is_short
-        return Look(Features(features & Features.ALL), num_edits)
+        return Look(features & Features.ALL, num_edits)
 
     def pack(self, plan: StepPlan, look: Look, words: Int32s) -> None:
         """Writes the parameters of the sampled rows, and of padding, into `words`, int32[num_rows, NUM_WORDS]."""
@@ -209,7 +221,7 @@ class SlotSampling:
         self.words = words
         self._num_neutral = 0
 
-    def fill(self, plan: StepPlan, rows: Rows) -> Features:
+    def fill(self, plan: StepPlan, rows: Rows) -> int:
         """Seats who is new, writes what the step's sampler reads, and says what it uses."""
         self._rows.seat_new(plan, rows)
         self.resets = self._rows.take_resets()

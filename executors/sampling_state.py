@@ -31,7 +31,7 @@ class SamplerState:
         self.edit_values = torch.empty(0, dtype=torch.float32, device=device)
         self._num_rows = capacity + 1
 
-    def allocate(self, features: Features) -> None:
+    def allocate(self, features: int) -> None:
         """Makes room for what these features keep. Runs on the current stream; does nothing the second time."""
         if features & Features.PENALTIES and not self.counts.numel():
             self.counts = self.counts.new_zeros(self._num_rows, self.vocab_size)

@@ -55,7 +55,7 @@ class Slot:
         pinned: bool,
     ) -> None:
         self.index = index
-        self.features = Features.NONE
+        self.features = 0
         self._rows = rows
         self._pinned = pinned
         seqs = config.max_num_seqs

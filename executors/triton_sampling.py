@@ -60,7 +60,7 @@ def penalise(logits: Tensor, words: Tensor, counts: Tensor) -> Tensor:
     return penalised
 
 
-def draw(logits: Tensor, words: Tensor, hashes: Tensor, counts: Tensor | None, features: Features) -> Tensor:
+def draw(logits: Tensor, words: Tensor, hashes: Tensor, counts: Tensor | None, features: int) -> Tensor:
     """A token per row, int32[m]; NO_TOKEN where there is none. `counts`, if any, gets each token counted."""
     rows, vocab_size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)

@@ -74,7 +74,7 @@ class Batch:
 
 @pytest.mark.parametrize("scale", [0.2, 1.0, 4.0])
 @pytest.mark.parametrize("features", [Features.NONE, Features.RANDOM, Features.RANDOM | Features.TOP_P, Features.ALL])
-def test_the_kernels_give_the_tokens_of_the_plain_sampler(scale: float, features: Features) -> None:
+def test_the_kernels_give_the_tokens_of_the_plain_sampler(scale: float, features: int) -> None:
     """Flat and peaked logits, ties, rows without usable logits; counts that grow from step to step."""
     rows, kernels, plain = list(range(ROWS)), Batch(CUDA), Batch(CUDA)
     words, tokens = plain.words(rows).cuda(), set()
