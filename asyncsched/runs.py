@@ -59,6 +59,7 @@ class RunInfo:
     model          layers, dimensions, dtype, bytes of weights and of KV per token
     workload       what was asked for
     host_delay_us  busy-wait per step that was added to the host's work
+    host           what the host was like beside the run: `probe_us` lists readings of a probe before and after it
     seed           of the workload and of requests without a seed
     makespan_ns    from the start to the last token or notice
     preemptions    UNKNOWN where nobody counted
@@ -73,6 +74,7 @@ class RunInfo:
     model: Mapping[str, Any] = field(default_factory=dict)
     workload: Mapping[str, Any] = field(default_factory=dict)
     host_delay_us: float = 0.0
+    host: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     makespan_ns: int
     preemptions: int = UNKNOWN
@@ -86,6 +88,9 @@ class RunInfo:
             raise ConfigError("makespan_ns", self.makespan_ns, "use a whole number of at least 0")
         if not 0 <= self.host_delay_us <= 1e9:
             raise ConfigError("host_delay_us", self.host_delay_us, "use a number from 0 to 1e9")
+        probes = self.host.get("probe_us", [])
+        if not isinstance(probes, list | tuple) or not all(_is_time(one) for one in probes):
+            raise ConfigError("host.probe_us", probes, "use a list of numbers above 0 and up to 1e9")
 
     def engine_config(self, **changes: Any) -> EngineConfig:
         """The engine's settings. Raises ConfigError where the KV block count is missing: it has no default here."""
@@ -96,6 +101,10 @@ class RunInfo:
             if isinstance(value, list):
                 settings[key] = tuple(value)
         return EngineConfig(**settings)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -23,11 +23,13 @@ from asyncsched.request import SamplingParams
 from asyncsched.run_log import RunLog
 from asyncsched.runs import Run, RunInfo
 from asyncsched.timeline import Span
+from executors.host_probe import Reading, read_host_speed
 from executors.llm import LLM
 
 LEAD_S = 0.002  # the clock starts so much before the first arrival
 SPIN_S = 0.0005  # sleeping ends so long before an arrival; the rest is waited for without sleep
 WARM_UP_PROMPT = 16  # tokens
+EAGER_ROWS = 8  # numbers of sequences that are warmed up for steps launched kernel by kernel: multiples of this one
 
 
 class TimedRequest(NamedTuple):
@@ -64,13 +66,19 @@ class Recorder:
         self._check(workload)
         requests = _requests(llm, workload, name, seed)
         first_span = len(llm.timeline.spans)  # type: ignore[union-attr]  # checked when the recorder was made
+        memory = _allocations(llm)
         clock = [_Reading.of(llm)]
         with self._watching(), _no_collections():
-            started = time.perf_counter_ns() + round(LEAD_S * 1e9)
+            before = read_host_speed()
+            started, on_cpu = time.perf_counter_ns() + round(LEAD_S * 1e9), time.thread_time_ns()
             _serve(llm, requests, started)
+            share = (time.thread_time_ns() - on_cpu) / (time.perf_counter_ns() - started)
+            after = read_host_speed()
         clock.append(_Reading.of(llm))
         spans = _on_one_clock(llm.timeline.spans[first_span:], *clock)  # type: ignore[union-attr]
-        return self._collect(workload, spans, started, name, seed, about or {})
+        host = {**_host(before, after), "thread_share": round(share, 4)}
+        grown = [now - once for now, once in zip(_allocations(llm), memory, strict=True)]
+        return self._collect(workload, spans, started, name, seed, about or {}, host, grown)
 
     # ---- while it runs ---------------------------------------------------------------------------------------------
 
@@ -110,10 +118,14 @@ class Recorder:
         name: str,
         seed: int,
         about: Mapping[str, Any],
+        host: Mapping[str, Any],
+        grown: Sequence[int],
     ) -> Run:
         llm, log = self._llm, self._log
         captured = llm.num_graphs - self._num_graphs
         notes = (f"{captured} CUDA graphs were captured during the run",) if captured else ()
+        if any(grown):
+            notes += (f"device memory was asked for {grown[0]} times and given back {grown[1]} times during the run",)
         ended = log.last_delivery_ns
         info = RunInfo(
             name=name,
@@ -124,6 +136,7 @@ class Recorder:
             model=_model(llm),
             workload=about,
             host_delay_us=float(self._delay_us),
+            host=host,
             seed=seed,
             makespan_ns=0 if ended is None else ended - started,
             preemptions=log.preemptions,
@@ -197,8 +210,9 @@ def _on_one_clock(spans: Sequence[Span], first: _Reading, last: _Reading) -> lis
     return [span if span.lane == "host" else moved(span) for span in spans]
 
 
-def warm_up(llm: LLM) -> None:
-    """Runs steps of every size that the LLM captures or compiles for, in every slot, so that no recorded step pays."""
+def warm_up(llm: LLM) -> list[tuple[int, float]]:
+    """Runs steps of every size that the LLM captures or compiles for, in every slot, and many that are launched
+    kernel by kernel, so that no recorded step pays for what happens once. Returns what `warm_up_eager` does."""
     config = llm.config
     phase = 2 * config.depth + 1  # steps of one size: enough for every slot to have one
     sizes = config.decode_buckets or (config.max_num_seqs,)
@@ -211,8 +225,29 @@ def warm_up(llm: LLM) -> None:
     one_by_one = [[request] for same in prompts for request in same]
     for number, workload in enumerate((closed, mixed, *one_by_one)):
         _serve(llm, _requests(llm, workload, f"warm-up-{number}", number), time.perf_counter_ns())
+    launches = warm_up_eager(llm)
     if llm.timeline is not None:
         llm.timeline.spans.clear()
+    return launches
+
+
+def warm_up_eager(llm: LLM) -> list[tuple[int, float]]:
+    """Steps beyond every mixed bucket, of more and more sequences, and then of all tokens that a step may have; returns
+    how many sequences, and the milliseconds of the longest launch (0 without a timeline). A device loads a kernel when
+    it is first launched, and libraries have others for other numbers of rows: such a launch may block for long."""
+    config = llm.config
+    smallest, seats = max(config.mixed_buckets, default=0) + 1, config.max_num_seqs
+    sizes = [(rows, -(-smallest // rows)) for rows in range(EAGER_ROWS, seats + 1, EAGER_ROWS)]
+    sizes.append((seats, 2 * config.max_num_batched_tokens // seats))
+    room = min(config.max_model_len, config.num_blocks * config.block_size)
+    launches = []
+    for number, (rows, prompt) in enumerate(sizes):
+        first = len(llm.timeline.spans) if llm.timeline is not None else 0
+        workload = [TimedRequest(0, min(prompt, room - 2), 2)] * rows
+        _serve(llm, _requests(llm, workload, f"warm-up-eager-{number}", number), time.perf_counter_ns())
+        spans = llm.timeline.spans[first:] if llm.timeline is not None else []
+        launches.append((rows, max((s.end_ns - s.start_ns for s in spans if s.name == "launch"), default=0) / 1e6))
+    return launches
 
 
 def _wait_until(end_ns: int) -> None:
@@ -233,7 +268,27 @@ def _no_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
+def _allocations(llm: LLM) -> tuple[int, int]:
+    """How often torch has asked the device for memory, and has given some back: either may stop a launch for long."""
+    import torch
+
+    device = llm.model.device
+    if device.type != "cuda":
+        return 0, 0
+    stats = torch.cuda.memory_stats(device)
+    return stats.get("num_device_alloc", 0), stats.get("num_device_free", 0)
+
+
 # ---- what it ran on --------------------------------------------------------------------------------------------------
+
+
+def _host(before: Reading, after: Reading) -> dict[str, Any]:
+    both = before, after
+    return {
+        "probe_us": [round(one.step_us, 3) for one in both],
+        "probe_thread_share": [round(one.thread_share, 4) for one in both],
+        "cpus": [one.cpu for one in both],
+    }
 
 
 def _device(llm: LLM) -> dict[str, Any]:

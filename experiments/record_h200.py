@@ -4,13 +4,15 @@ engine over it, workloads that arrive in real time.
     python experiments/record_h200.py --out DIR [--config llama-8b --config llama-1b] [--only fit,fit-tight,heldout,...]
 
 Needs a CUDA device; `--dry-run` does the same with a tiny model and small workloads wherever it is started. Writes
-one archive per shape and group, each as soon as it is complete. A group whose archive exists is left out, so that a
-campaign that broke off is continued by the same command. Takes less than four minutes per shape on an H200.
+one archive per shape and group, each as soon as its runs are over, and what there is of it when the time is over. Runs
+that an archive holds are kept, so that a campaign that broke off is continued by the same command. Each run says how
+quick its host was before and after it (`executors/host_probe.py`).
 
     fit        batch sizes, lengths and arrival rates to learn from; some with a busy host, some with an idle engine
     fit-tight  the same for the engine of the group tight: fewer seats, and prefills of requests that were preempted
     heldout    other batch sizes, lengths and rates
-    delay      one workload with the host kept busy for longer and longer in each step, twice: the host's speed changes
+    delay      one workload with the host kept busy for longer and longer in each step, and once more with the longest
+               first: the host's speed changes
     tight      a KV pool that is too small for everybody, so that requests are preempted
 """
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -26,19 +28,19 @@ import torch
 import typer
 
 from asyncsched.errors import AsyncschedError
-from asyncsched.run_files import ARCHIVE, write_archive
+from asyncsched.run_files import ARCHIVE, read_runs, write_archive
 from asyncsched.runs import Run
 from executors.llm import LLM
 from executors.models import Model
 from executors.named_configs import named_config
-from executors.recorder import Recorder, TimedRequest, warm_up
+from executors.recorder import Recorder, TimedRequest, warm_up, warm_up_eager
 from sim.spec import validate
 from sim.workload import SyntheticWorkload, build_workload
 
-GROUPS = ("fit", "fit-tight", "heldout", "delay", "tight")
+GROUPS = ("fit", "heldout", "delay", "fit-tight", "tight")
 ON_TIGHT = ("fit-tight", "tight")
 MODES = {"sync": 1, "async": 2}
-DELAYS_US = (0, 500, 1000, 2000, 5000, 8000, 12_000)
+DELAYS_US = (0, 500, 1000, 2000, 3000, 5000, 8000)
 ENGINE = {"max_num_seqs": 128, "max_num_batched_tokens": 8192, "max_model_len": 4096, "num_blocks": 16_384}
 TIGHT = {**ENGINE, "max_num_seqs": 64, "num_blocks": 1024}
 DRY = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256, "num_blocks": 512}
@@ -61,6 +63,9 @@ class Spec(NamedTuple):
         data = {"kind": "synthetic", "num_requests": self.requests, "arrivals": arrivals, **lengths}
         return validate(SyntheticWorkload, data)
 
+    def run_name(self, mode: str, delay: float) -> str:
+        return f"{self.name}-{mode}" + (f"-delay-{delay:g}us" if len(self.delays_us) > 1 else "")
+
     def smaller(self) -> Spec:
         """For a tiny model on a CPU."""
         requests = max(self.requests // 8, 1)
@@ -71,43 +76,47 @@ class Spec(NamedTuple):
             prompt=shrink(self.prompt),
             output=shrink(self.output),
             rate=rate,
-            delays_us=self.delays_us[:3],
         )
 
 
+BUSY_US = (700, 1500, 3500, 6500)
+"""Delays to learn from; none of them is predicted."""
+
 SPECS: dict[str, tuple[Spec, ...]] = {
     "fit": (
-        Spec("closed-1", 1, 128, 128),
-        Spec("closed-8", 8, 256, 160),
-        Spec("closed-16-long", 16, 2048, 128),
-        Spec("closed-32", 32, 128, 256),
-        Spec("closed-64", 64, 512, 192),
-        Spec("closed-128", 128, 128, 160),
-        Spec("closed-112-ending", 112, (16, 400), (8, 280)),
-        Spec("open-10", 50, (32, 768), (32, 160), rate=10.0),
-        Spec("open-4-long", 16, (512, 2500), (64, 128), rate=4.0),
+        Spec("closed-1", 1, 128, 96),
+        Spec("closed-8", 8, 256, 128),
+        Spec("closed-16-long", 16, 2048, 96),
+        Spec("closed-32", 32, 128, 192),
+        Spec("closed-64", 64, 400, 144),
+        Spec("closed-128", 128, 128, 128),
+        Spec("closed-112-ending", 112, (16, 400), (8, 240)),
+        Spec("open-10", 40, (32, 768), (32, 160), rate=10.0),
+        Spec("open-4-long", 14, (512, 2500), (64, 128), rate=4.0),
         Spec("closed-20", 20, 300, 96),
         Spec("closed-40-spread", 40, (32, 800), 96),
-        Spec("closed-56", 56, 400, 96),
-        Spec("closed-80-spread", 80, (32, 500), 96),
-        Spec("open-2-idle", 12, (32, 512), 32, rate=2.0),
-        Spec("closed-8-busy", 8, 128, 96, delays_us=(1500, 6000)),
+        Spec("closed-56", 56, 160, 96),
+        Spec("closed-80-spread", 80, (32, 400), 96),
+        Spec("open-5-idle", 20, (32, 512), 12, rate=5.0),
+        Spec("closed-12-busy", 12, 128, 80, delays_us=BUSY_US),
     ),
-    "fit-tight": (Spec("closed-50", 50, 240, 120), Spec("open-14", 40, (64, 400), (64, 200), rate=14.0)),
     "heldout": (
-        Spec("closed-24-long", 24, 1400, 160),
-        Spec("closed-48", 48, 192, 224),
-        Spec("closed-96", 96, 320, 128),
-        Spec("closed-40-mixed-lengths", 40, (50, 900), (40, 240)),
-        Spec("open-6", 40, (100, 1000), (40, 200), rate=6.0),
-        Spec("open-15", 75, (16, 500), (16, 200), rate=15.0),
+        Spec("closed-28-long", 28, 700, 128),
+        Spec("closed-72", 72, 240, 144),
+        Spec("closed-104", 104, 200, 112),
+        Spec("closed-44-mixed-lengths", 44, (30, 1000), (40, 200)),
+        Spec("open-8", 40, (64, 900), (40, 180), rate=8.0),
+        Spec("open-18", 72, (16, 450), (16, 180), rate=18.0),
+        Spec("open-4-idle", 18, (48, 640), 16, rate=4.0),
     ),
     "delay": (
-        Spec("closed-32", 32, 128, 160, delays_us=DELAYS_US),
-        Spec("closed-32-again", 32, 128, 160, delays_us=DELAYS_US),
+        Spec("closed-24", 24, 200, 112, delays_us=DELAYS_US),
+        Spec("closed-24-again", 24, 200, 112, delays_us=DELAYS_US[::-1]),
     ),
-    "tight": (Spec("closed-60", 60, 200, 160), Spec("open-20", 60, (64, 500), (64, 240), rate=20.0)),
+    "fit-tight": (Spec("closed-50", 50, 240, 120), Spec("open-14", 36, (64, 400), (64, 200), rate=14.0)),
+    "tight": (Spec("closed-58", 58, 220, 144), Spec("open-17", 44, (80, 450), (70, 220), rate=17.0)),
 }
+"""What is judged was chosen before it was measured, and no earlier campaign had it."""
 
 
 def main(
@@ -125,10 +134,10 @@ def main(
         raise SystemExit(f"error: --out: {str(out)!r} is not allowed; name a folder that exists")
     clock = _Clock(minutes * 60)
     for shape in ["llama-tiny"] if dry_run else config or ["llama-8b", "llama-1b"]:
-        missing = [group for group in groups if not _archive(out, shape, group).exists()]
+        missing = [group for group in groups if not _is_complete(_archive(out, shape, group), group)]
         if missing:
             _record_shape(shape, missing, out, clock, dry_run)
-    clock.say("done")
+    clock.say("out of time: start it again for the rest" if clock.is_over else "done")
 
 
 class _Clock:
@@ -175,15 +184,22 @@ def _record_groups(
         )
         model = llms[mode].model
         clock.say(f"{shape} {mode}: warming up")
-        warm_up(llms[mode])
+        launches = {"first": warm_up(llms[mode])}
+        if len(llms) == 1:  # the other engines of this process find the kernels loaded
+            launches["again"] = warm_up_eager(llms[mode])
+        for when, took in launches.items():
+            each = " ".join(f"{rows}:{milliseconds:.0f}" for rows, milliseconds in took)
+            clock.say(f"sequences:ms of launches kernel by kernel, {when}: {each}")
     for group in groups:
-        specs = [spec.smaller() for spec in SPECS[group]] if dry_run else SPECS[group]
-        runs = list(_record_group(llms, specs, clock))
         if clock.is_over:
-            clock.say(f"{shape} {group}: out of time, not written")
             break
-        write_archive(_archive(out, shape, group), runs)
-        clock.say(f"{shape} {group}: {len(runs)} runs, {_archive(out, shape, group).stat().st_size:,} bytes")
+        path = _archive(out, shape, group)
+        known = {run.info.name: run for run in read_runs(path)} if path.exists() else {}
+        specs = [spec.smaller() for spec in SPECS[group]] if dry_run else SPECS[group]
+        runs = [*known.values(), *_record_group(llms, specs, clock, known)]
+        if runs:
+            write_archive(path, runs)
+            clock.say(f"{shape} {group}: {len(runs)} of {len(_names(group))} runs, {path.stat().st_size:,} bytes")
     return model
 
 
@@ -194,7 +210,7 @@ def _release() -> None:
         torch.cuda.empty_cache()
 
 
-def _record_group(llms: dict[str, LLM], specs: Any, clock: _Clock) -> Iterator[Run]:
+def _record_group(llms: dict[str, LLM], specs: Any, clock: _Clock, known: Container[str]) -> Iterator[Run]:
     """Modes take turns, so that a drift of the clocks is in both of them."""
     for number, spec in enumerate(specs):
         workload = spec.workload()
@@ -204,16 +220,27 @@ def _record_group(llms: dict[str, LLM], specs: Any, clock: _Clock) -> Iterator[R
             for mode, llm in llms.items():
                 if clock.is_over:
                     return
-                name = f"{spec.name}-{mode}" + (f"-delay-{delay:g}us" if len(spec.delays_us) > 1 else "")
+                name = spec.run_name(mode, delay)
+                if name in known:
+                    continue
                 about = workload.model_dump(mode="json")
                 run = Recorder(llm, host_delay_us=delay).run(timed, name=name, seed=number, about=about)
                 _check(run)
                 _forget(llm)
-                tokens = run.requests.output_tokens.sum() / (run.info.makespan_ns / 1e9)
+                seconds, probe = run.info.makespan_ns / 1e9, run.info.host["probe_us"]
                 clock.say(
-                    f"{name}: {len(run.steps)} steps in {run.info.makespan_ns / 1e9:.2f} s, {tokens:.0f} tokens/s"
+                    f"{name}: {len(run.steps)} steps, {seconds:.2f} s, {run.requests.output_tokens.sum() / seconds:.0f}"
+                    f" tokens/s; probe {probe[0]:.0f} {probe[1]:.0f} us" + "".join(f"; {one}" for one in run.info.notes)
                 )
                 yield run
+
+
+def _names(group: str) -> list[str]:
+    return [spec.run_name(mode, delay) for spec in SPECS[group] for delay in spec.delays_us for mode in MODES]
+
+
+def _is_complete(path: Path, group: str) -> bool:
+    return path.exists() and {run.info.name for run in read_runs(path)} >= set(_names(group))
 
 
 def _check(run: Run) -> None:

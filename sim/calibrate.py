@@ -18,10 +18,11 @@ from asyncsched.errors import ConfigError
 from asyncsched.runs import UNKNOWN, IntArray, Run
 from sim.compute_fit import FEW, ComputeSteps, Mask, fit_compute, workloads_of
 from sim.fitting import FloatArray, fit, quality, ratios
-from sim.host_speed import SPEED_KINDS, fit_speed
+from sim.host_speed import SPEED_KINDS, fit_probe, fit_speed, probe_us
 from sim.predict import longest_contexts
 from sim.profile import STEP_KINDS, CopyProfile, FitItem, GpuProfile, HostPrice, HostProfile, JitterProfile, Profile
 
+SLOWEST = 10  # times slower than usual is somebody else's work
 TAIL_NS = 300_000  # a step that ends so soon after its launch may have waited for it
 
 
@@ -52,6 +53,7 @@ class Samples:
     """All steps of all runs, one entry per step and name. Durations and times are in microseconds.
 
     run       which run the step is of, and `workload` which workload the run was of
+    probe     of each run, 0 without one; `submit` of each that began with many requests
     overlap   the run had several steps in flight
     busy      the compute lane was computing when this kind of host work began
     idle      the compute lane had nothing to do when the step was enqueued
@@ -77,6 +79,7 @@ class Samples:
     collect: FloatArray
     waited: Mask
     submit: FloatArray
+    probe: FloatArray
     inline: bool
 
     def __len__(self) -> int:
@@ -162,6 +165,7 @@ def _samples(run: Run, number: int, workload: int) -> Samples:
         collect=_us(steps.start("commit") - np.maximum(collecting, ready)),
         waited=waited,
         submit=_submits(run),
+        probe=np.array([probe_us(run)]),
         inline=inline,
     )
 
@@ -236,11 +240,9 @@ def _host(samples: Samples) -> tuple[HostProfile, dict[str, FitItem], dict[str, 
         prices[kind], predicted = _host_price(measured, busy, sizes)
         items[f"host.{kind}"] = quality(measured, predicted, sizes)
         work[kind] = chosen, measured, predicted
-    speed = fit_speed(
-        [(chosen, measured, predicted) for kind, (chosen, measured, predicted) in work.items() if kind in SPEED_KINDS],
-        samples.planned,
-        samples.run,
-    )
+    followed = [one for kind, one in work.items() if kind in SPEED_KINDS]
+    speed = fit_speed(followed, samples.planned, samples.run)
+    usual_probe, power = fit_probe(samples.probe, _speeds_of_runs(followed, samples.run, len(samples.probe)))
     jitter = {
         kind: ratios(measured, predicted * speed.of_step[chosen])
         for kind, (chosen, measured, predicted) in work.items()
@@ -261,8 +263,20 @@ def _host(samples: Samples) -> tuple[HostProfile, dict[str, FitItem], dict[str, 
         wake_us=max(_middle(waited) - collect, 0.0),
         submit_us=_middle(samples.submit),
         hold_ms=speed.hold_ms,
+        probe_us=usual_probe,
+        probe_power=power,
     )
     return profile, items, jitter
+
+
+def _speeds_of_runs(work: Sequence[tuple[Mask, FloatArray, FloatArray]], run: IntArray, count: int) -> FloatArray:
+    """How long the host took in each run, over what is usual."""
+    took, usual = np.zeros(count), np.zeros(count)
+    for chosen, measured, predicted in work:
+        capped = np.minimum(measured, SLOWEST * predicted)
+        took += np.bincount(run[chosen], weights=capped, minlength=count)
+        usual += np.bincount(run[chosen], weights=predicted, minlength=count)
+    return took / np.maximum(usual, 1e-12)
 
 
 def _host_price(measured: FloatArray, busy: Mask, sizes: dict[str, IntArray]) -> tuple[HostPrice, FloatArray]:

@@ -12,13 +12,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncsched.runs import IntArray
+from asyncsched.runs import IntArray, Run
 from sim.fitting import FloatArray, ratios
+from sim.profile import Profile
 
 SPEED_KINDS = ("plan", "fill", "launch", "commit")
 WINDOW_US = 50_000  # the speed of a time is that of so long around it
 LAGS = 40  # windows
 LEAST = 20  # windows that say how long a speed is kept
+LEAST_POWER = 0.05  # a probe that says less says nothing
+LEAST_PROBES = 6  # runs that say how far a host follows its probe
 STEADY = 0.02  # a speed that varies by less is one
 
 Mask = NDArray[np.bool_]
@@ -72,3 +75,34 @@ def _hold_us(of_window: FloatArray, known: FloatArray) -> float:
             return float(WINDOW_US * (lag - 1 + (before - np.exp(-1)) / max(before - common, 1e-9)))
         before = common
     return float(LAGS * WINDOW_US)
+
+
+def probe_us(run: Run) -> float:
+    """The run's probe, on average over its readings; 0 where nobody read one."""
+    readings = run.info.host.get("probe_us", ())
+    return float(np.mean(readings)) if len(readings) else 0.0
+
+
+def fit_probe(probes: FloatArray, speeds: FloatArray) -> tuple[float, float]:
+    """From each run's probe (us) and how long its host took over what is usual: the usual probe, and by what power of
+    a probe over that one the host is slower; (0, 0) where too few runs have a probe. The power is at most 1: a
+    probe that is read for a moment only says less than that."""
+    read = (probes > 0) & (speeds > 0)
+    if np.count_nonzero(read) < LEAST_PROBES:
+        return 0.0, 0.0
+    x, y = np.log(probes[read]), np.log(speeds[read])
+    slope = float(((x - x.mean()) * (y - y.mean())).sum() / max(((x - x.mean()) ** 2).sum(), 1e-12))
+    slope = min(slope, 1.0)
+    if slope < LEAST_POWER:
+        return 0.0, 0.0
+    return float(np.exp(x.mean() - y.mean() / slope)), slope
+
+
+def probed(profile: Profile, run: Run) -> Profile:
+    """The profile for a host as quick as the run's probe says, which was read beside the run and not in it. The same
+    profile where the run has no probe, or the profile's runs had none."""
+    host, reading = profile.host, probe_us(run)
+    if not reading or not host.probe_us:
+        return profile
+    slower = (reading / host.probe_us) ** host.probe_power
+    return profile.model_copy(update={"host": host.model_copy(update={"scale": host.scale * slower})})

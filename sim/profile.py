@@ -55,6 +55,8 @@ class HostProfile(Section):
     collect_us      to take over a step's tokens; wake_us more where the host had to wait for them
     submit_us       per request that arrives
     hold_ms         how long the host keeps one speed, on average; its speeds are in the jitter
+    probe_us, probe_power   a host whose probe takes so long has the speed of this profile; one whose probe takes twice
+                    as long is slower by 2 to that power. 0: no probe was read
     delay_us        a busy-wait in each step, a testing aid of recordings; `scale` does not stretch it
     """
 
@@ -73,6 +75,8 @@ class HostProfile(Section):
     wake_us: Time = 0.0
     submit_us: Time = 0.0
     hold_ms: Time = 0.0
+    probe_us: Time = 0.0
+    probe_power: Annotated[float, Field(ge=0, le=1)] = 0.0
     delay_us: Time = 0.0
 
 

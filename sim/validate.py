@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from asyncsched.plan import StepShape
 from asyncsched.runs import SIZES, UNKNOWN, Run
+from sim.host_speed import probed
 from sim.measured import MeasuredCosts, step_kind
 from sim.predict import longest_contexts, predict, replay
 from sim.profile import QUANTILES, STEP_KINDS, Profile
@@ -283,7 +284,9 @@ class Judged(NamedTuple):
 
 
 def judge(run: Run, profile: Profile, *, draws: int = 0) -> Judged:
-    """Predicts the run, once without jitter and `draws` times with it, and says how far off that is."""
+    """Predicts the run, once without jitter and `draws` times with it, and says how far off that is. Where a probe was
+    read beside the run, it is predicted for a host as quick as that says."""
+    profile = probed(profile, run)
     predicted = predict(run, profile)
     drawn = [predict(run, profile, seed=seed) for seed in range(draws)]
     kept = bool(run.decisions)
