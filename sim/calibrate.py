@@ -7,7 +7,7 @@ against each other; only sums over both of them matter to a prediction, and thos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from asyncsched.errors import ConfigError
 from asyncsched.runs import UNKNOWN, IntArray, Run
+from sim.cold import COLD_KINDS, NOT_COLD, Cold, fit_cold
 from sim.compute_fit import FEW, ComputeSteps, Mask, fit_compute, workloads_of
 from sim.fitting import FloatArray, fit, quality, ratios
 from sim.host_speed import SPEED_KINDS, fit_probe, fit_speed, probe_us
@@ -57,6 +58,7 @@ class Samples:
     overlap   the run had several steps in flight
     busy      the compute lane was computing when this kind of host work began
     idle      the compute lane had nothing to do when the step was enqueued
+    delay     how long the host was kept busy in each step of the run
     """
 
     sizes: dict[str, IntArray]
@@ -80,6 +82,7 @@ class Samples:
     waited: Mask
     submit: FloatArray
     probe: FloatArray
+    delay: FloatArray
     inline: bool
 
     def __len__(self) -> int:
@@ -166,6 +169,7 @@ def _samples(run: Run, number: int, workload: int) -> Samples:
         waited=waited,
         submit=_submits(run),
         probe=np.array([probe_us(run)]),
+        delay=np.full(count, run.info.host_delay_us),
         inline=inline,
     )
 
@@ -230,16 +234,22 @@ def _host(samples: Samples) -> tuple[HostProfile, dict[str, FitItem], dict[str, 
         "commit": np.ones(len(samples), dtype=bool),
         "deliver": samples.has["deliver"],
     }
-    for kind, chosen in rows.items():
-        if not chosen.any():
-            continue
-        name = "launch" if kind == "eager_launch" else kind
-        measured = samples.host[name][chosen]
-        busy = samples.busy[name][chosen]
-        sizes = {size: samples.sizes[size][chosen] for size in ("num_seqs", "num_prefill_tokens")}
-        prices[kind], predicted = _host_price(measured, busy, sizes)
-        items[f"host.{kind}"] = quality(measured, predicted, sizes)
-        work[kind] = chosen, measured, predicted
+    cold = NOT_COLD
+    for last in (False, True):  # what a wait does to the work behind it is seen once prices are known
+        for kind, chosen in rows.items():
+            if not chosen.any():
+                continue
+            measured = samples.host["launch" if kind == "eager_launch" else kind][chosen]
+            busy = samples.busy["launch" if kind == "eager_launch" else kind][chosen]
+            sizes = {size: samples.sizes[size][chosen] for size in ("num_seqs", "num_prefill_tokens")}
+            slower = cold.of(kind, samples.delay[chosen])
+            prices[kind], predicted = _host_price(measured / slower, busy, sizes)
+            predicted = predicted * slower
+            items[f"host.{kind}"] = quality(measured, predicted, sizes)
+            work[kind] = chosen, measured, predicted
+        if last or not samples.delay.any():
+            break
+        cold = _cold(work, samples.delay)
     followed = [one for kind, one in work.items() if kind in SPEED_KINDS]
     speed = fit_speed(followed, samples.planned, samples.run)
     usual_probe, power = fit_probe(samples.probe, _speeds_of_runs(followed, samples.run, len(samples.probe)))
@@ -265,8 +275,23 @@ def _host(samples: Samples) -> tuple[HostProfile, dict[str, FitItem], dict[str, 
         hold_ms=speed.hold_ms,
         probe_us=usual_probe,
         probe_power=power,
+        cold_fill=cold.factors.get("fill", 0.0),
+        cold_launch=cold.factors.get("launch", 0.0),
+        cold_us=cold.half_us,
     )
     return profile, items, jitter
+
+
+def _cold(work: Mapping[str, tuple[Mask, FloatArray, FloatArray]], delay: FloatArray) -> Cold:
+    def slowness(*kinds: str) -> FloatArray:
+        took, usual = np.zeros(len(delay)), np.zeros(len(delay))
+        for kind in kinds:
+            chosen, measured, predicted = work[kind]
+            took[chosen] += measured
+            usual[chosen] += predicted
+        return np.asarray(np.where(usual > 0, took / np.maximum(usual, 1e-9), np.nan))
+
+    return fit_cold({kind: slowness(kind) for kind in COLD_KINDS if kind in work}, slowness("plan", "commit"), delay)
 
 
 def _speeds_of_runs(work: Sequence[tuple[Mask, FloatArray, FloatArray]], run: IntArray, count: int) -> FloatArray:

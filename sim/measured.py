@@ -57,8 +57,13 @@ class MeasuredCosts:
             for kind in ("plan", "fill", "launch", "eager_launch", "commit", "deliver")
         }
         self._busy = {kind: getattr(host, kind).busy_factor for kind in self._host}
+        wait = host.delay_us / (host.delay_us + host.cold_us) if host.delay_us else 0.0
+        cold = {"fill": 1 + host.cold_fill * wait, "launch": 1 + host.cold_launch * wait}
+        for kind, factor in cold.items():
+            base, per_seq, per_token = self._host[kind]
+            self._host[kind] = base * factor, per_seq * factor, per_token * factor
         scale = 1e3 * host.scale
-        self._heads = host.launch_head_us * scale, host.eager_head_us * scale
+        self._heads = host.launch_head_us * scale * cold["launch"], host.eager_head_us * scale
         self.eager_tail_ns = round(host.eager_tail_us * 1e3)
         self._collect, self._wake = host.collect_us * scale, host.wake_us * scale
         self._submit = host.submit_us * scale
