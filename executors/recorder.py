@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,14 +70,14 @@ class Recorder:
         memory = _allocations(llm)
         clock = [_Reading.of(llm)]
         with self._watching(), _no_collections():
-            before = read_host_speed()
+            before, began = read_host_speed(), time.time()
             started, on_cpu = time.perf_counter_ns() + round(LEAD_S * 1e9), time.thread_time_ns()
             _serve(llm, requests, started)
             share = (time.thread_time_ns() - on_cpu) / (time.perf_counter_ns() - started)
             after = read_host_speed()
         clock.append(_Reading.of(llm))
         spans = _on_one_clock(llm.timeline.spans[first_span:], *clock)  # type: ignore[union-attr]
-        host = {**_host(before, after), "thread_share": round(share, 4)}
+        host = {**_host(before, after), "thread_share": round(share, 4), "began_unix_s": round(began + LEAD_S, 3)}
         grown = [now - once for now, once in zip(_allocations(llm), memory, strict=True)]
         return self._collect(workload, spans, started, name, seed, about or {}, host, grown)
 
@@ -320,6 +321,7 @@ def _versions() -> dict[str, Any]:
     return {**versions, **_driver_and_commit()}
 
 
+@cache  # asking takes as long as a short run
 def _driver_and_commit() -> dict[str, str]:
     """What only other programs know: the driver of the GPU, and the commit of this code. Left out where they don't."""
     asked = {

@@ -1,7 +1,7 @@
 """Records the runs that profiles are fitted to and judged by: one model in memory, a synchronous and an asynchronous
 engine over it, workloads that arrive in real time.
 
-    python experiments/record_h200.py --out DIR [--config llama-8b --config llama-1b] [--only fit,fit-tight,heldout,...]
+    python experiments/record_h200.py --out DIR [--config llama-8b --config llama-1b] [--only fit,heldout,...]
 
 Needs a CUDA device; `--dry-run` does the same with a tiny model and small workloads wherever it is started. Writes
 one archive per shape and group, each as soon as its runs are over, and what there is of it when the time is over. Runs
@@ -13,14 +13,19 @@ quick its host was before and after it (`executors/host_probe.py`).
     heldout    other batch sizes, lengths and rates
     delay      one workload with the host kept busy for longer and longer in each step, and once more with the longest
                first: the host's speed changes
+    clocks     two large batches once more, while nvidia-smi writes clocks and power to a table; neither learnt from nor
+               judged. Large steps slow down by a tenth for 0.15 s, 0.9 s after a run began: is that the power limit?
     tight      a KV pool that is too small for everybody, so that requests are preempted
 """
 
 from __future__ import annotations
 
 import gc
+import shutil
+import subprocess
 import time
 from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -37,7 +42,7 @@ from executors.recorder import Recorder, TimedRequest, warm_up, warm_up_eager
 from sim.spec import validate
 from sim.workload import SyntheticWorkload, build_workload
 
-GROUPS = ("fit", "heldout", "delay", "fit-tight", "tight")
+GROUPS = ("fit", "heldout", "delay", "clocks", "fit-tight", "tight")
 ON_TIGHT = ("fit-tight", "tight")
 MODES = {"sync": 1, "async": 2}
 DELAYS_US = (0, 500, 1000, 2000, 3000, 5000, 8000)
@@ -79,6 +84,7 @@ class Spec(NamedTuple):
         )
 
 
+CLOCKS_MS = 20
 BUSY_US = (700, 1500, 3500, 6500)
 """Delays to learn from; none of them is predicted."""
 
@@ -113,6 +119,7 @@ SPECS: dict[str, tuple[Spec, ...]] = {
         Spec("closed-24", 24, 200, 112, delays_us=DELAYS_US),
         Spec("closed-24-again", 24, 200, 112, delays_us=DELAYS_US[::-1]),
     ),
+    "clocks": (Spec("closed-128-clocks", 128, 128, 128), Spec("closed-64-clocks", 64, 400, 144)),
     "fit-tight": (Spec("closed-50", 50, 240, 120), Spec("open-14", 36, (64, 400), (64, 200), rate=14.0)),
     "tight": (Spec("closed-58", 58, 220, 144), Spec("open-17", 44, (80, 450), (70, 220), rate=17.0)),
 }
@@ -196,7 +203,8 @@ def _record_groups(
         path = _archive(out, shape, group)
         known = {run.info.name: run for run in read_runs(path)} if path.exists() else {}
         specs = [spec.smaller() for spec in SPECS[group]] if dry_run else SPECS[group]
-        runs = [*known.values(), *_record_group(llms, specs, clock, known)]
+        with _clocks(path.with_name(path.name.replace(ARCHIVE, ".csv")) if group == "clocks" else None):
+            runs = [*known.values(), *_record_group(llms, specs, clock, known)]
         if runs:
             write_archive(path, runs)
             clock.say(f"{shape} {group}: {len(runs)} of {len(_names(group))} runs, {path.stat().st_size:,} bytes")
@@ -233,6 +241,24 @@ def _record_group(llms: dict[str, LLM], specs: Any, clock: _Clock, known: Contai
                     f" tokens/s; probe {probe[0]:.0f} {probe[1]:.0f} us" + "".join(f"; {one}" for one in run.info.notes)
                 )
                 yield run
+
+
+@contextmanager
+def _clocks(table: Path | None) -> Iterator[None]:
+    """Meanwhile, nvidia-smi writes the GPU's clocks and power; nothing where there is none, or no table is wanted."""
+    if table is None or shutil.which("nvidia-smi") is None:
+        yield
+        return
+    with table.open("wb") as file:
+        asked = "timestamp,clocks.sm,clocks.mem,power.draw.instant,clocks_event_reasons.active,temperature.gpu"
+        sampler = subprocess.Popen(
+            ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,nounits", f"-lms={CLOCKS_MS}"], stdout=file
+        )
+        try:
+            yield
+        finally:
+            sampler.terminate()
+            sampler.wait()
 
 
 def _names(group: str) -> list[str]:
