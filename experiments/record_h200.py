@@ -4,7 +4,7 @@ engine over it, workloads that arrive in real time.
     python experiments/record_h200.py --out DIR [--config llama-8b --config llama-1b] [--only fit,heldout,...]
 
 Needs a CUDA device; `--dry-run` does the same with a tiny model and small workloads wherever it is started. Writes
-one archive per shape and group, each as soon as its runs are over, and what there is of it when the time is over. Runs
+one archive per shape and group, each as soon as its runs are over, and what there is of it when something ends it. Runs
 that an archive holds are kept, so that a campaign that broke off is continued by the same command. Each run says how
 quick its host was before and after it (`executors/host_probe.py`).
 
@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import gc
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
@@ -139,6 +141,7 @@ def main(
         raise SystemExit(f"error: --only: {unknown[0]!r} is not allowed; use {', '.join(GROUPS)}")
     if not out.is_dir():
         raise SystemExit(f"error: --out: {str(out)!r} is not allowed; name a folder that exists")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what there is gets written
     clock = _Clock(minutes * 60)
     for shape in ["llama-tiny"] if dry_run else config or ["llama-8b", "llama-1b"]:
         missing = [group for group in groups if not _is_complete(_archive(out, shape, group), group)]
@@ -204,11 +207,20 @@ def _record_groups(
         known = {run.info.name: run for run in read_runs(path)} if path.exists() else {}
         specs = [spec.smaller() for spec in SPECS[group]] if dry_run else SPECS[group]
         with _clocks(path.with_name(path.name.replace(ARCHIVE, ".csv")) if group == "clocks" else None):
-            runs = [*known.values(), *_record_group(llms, specs, clock, known)]
+            _record_archive(path, known, _record_group(llms, specs, clock, known), clock, len(_names(group)))
+    return model
+
+
+def _record_archive(path: Path, known: dict[str, Run], coming: Iterator[Run], clock: _Clock, wanted: int) -> None:
+    """Writes the known runs and those that come, whatever ends them."""
+    runs = list(known.values())
+    try:
+        for run in coming:
+            runs.append(run)
+    finally:
         if runs:
             write_archive(path, runs)
-            clock.say(f"{shape} {group}: {len(runs)} of {len(_names(group))} runs, {path.stat().st_size:,} bytes")
-    return model
+            clock.say(f"{path.name}: {len(runs)} of {wanted} runs, {path.stat().st_size:,} bytes")
 
 
 def _release() -> None:
