@@ -18,6 +18,7 @@ from asyncsched.pipeline import StepFailure
 from asyncsched.plan import StepOutput, StepPlan
 from asyncsched.request import FinishReason, Status, TokenArray
 from asyncsched.scheduler import Scheduler
+from asyncsched.stops import fault_of
 
 # What an episode may exercise; a report counts each.
 COUNTED = (
@@ -261,7 +262,7 @@ class Checker:
         for number, token in zip(sampled, tokens, strict=True):
             if not 0 <= token < self._vocab_size and self._tracks[number].notice is None:
                 self.counts["bad_tokens"] += 1
-                self._hit([number], f"sampled token {token} is outside the vocabulary of {self._vocab_size}")
+                self._hit([number], fault_of(token, self._vocab_size))
 
     def _hit(self, numbers: list[int], cause: str) -> None:
         """A fault hits these requests, as far as they have not ended."""

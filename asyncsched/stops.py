@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncsched.plan import IndexArray
 from asyncsched.request import Finished, FinishReason, Request, TokenArray
-from asyncsched.rows import Rows
+from asyncsched.rows import NO_TOKEN, Rows
 
 
 def commit_one_by_one(
@@ -50,9 +50,15 @@ def fail_tokens(
     for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
         request = r.owner[row]
         assert request is not None  # the row is live
-        message = f"sampled token {token} is outside the vocabulary of {vocab_size}"
-        finished.append(end(request, FinishReason.ERROR, message))
+        finished.append(end(request, FinishReason.ERROR, fault_of(token, vocab_size)))
     return tuple(finished)
+
+
+def fault_of(token: int, vocab_size: int) -> str:
+    """What to say about a sampled token that is none."""
+    if token == NO_TOKEN:
+        return "no token could be sampled: the logits are NaN, or infinite"
+    return f"sampled token {token} is outside the vocabulary of {vocab_size}"
 
 
 def scrutinise(request: Request, position: int, token: int) -> tuple[bool, int]:

@@ -7,10 +7,12 @@ pieces back through queues of their own event loop.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from asyncsched.errors import AsyncschedError
@@ -31,7 +33,7 @@ class _Listener:
     queue: asyncio.Queue[StreamPiece | Exception | None]
 
     def put(self, item: StreamPiece | Exception | None) -> None:
-        if not self.loop.is_closed():
+        with suppress(RuntimeError):  # the loop was closed: nobody listens any more
             self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
 
 
@@ -47,6 +49,7 @@ class AsyncEngine:
         self._listeners: dict[str, _Listener] = {}
         self._thread = threading.Thread(target=self._drive, name="asyncsched-engine", daemon=True)
         self._thread.start()
+        atexit.register(self._stop)  # a step that outlives the interpreter would crash it
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -83,8 +86,13 @@ class AsyncEngine:
     async def shutdown(self) -> None:
         """Stops after the step in flight. Streams that are open end with EngineStoppedError."""
         self._stopping = True
+        await asyncio.to_thread(self._stop)
+
+    def _stop(self) -> None:
+        self._stopping = True
         self._wake.set()
-        await asyncio.to_thread(self._thread.join)
+        self._thread.join()
+        atexit.unregister(self._stop)
 
     def _call(self, call: Callable[[], None]) -> None:
         if self._stopping or not self._thread.is_alive():
@@ -105,12 +113,20 @@ class AsyncEngine:
                     self._wake.wait()
                 else:
                     self._deliver(results)
+            self._end_all()
         except Exception as error:  # whoever waits must learn of it, whatever it is
             cause = EngineStoppedError(f"the engine failed: {type(error).__name__}: {error}")
             cause.__cause__ = error
         self._stopping = True
         for listener in list(self._listeners.values()):
             listener.put(cause)
+
+    def _end_all(self) -> None:
+        """Nothing of this engine stays behind in the `LLM`, which may be used again."""
+        for name in list(self._listeners):
+            self._llm.abort(name, self._llm.frontend.num_outputs(name))
+        while self._llm.run() is not None:
+            pass
 
     def _deliver(self, results: list[StreamPiece | RequestOutput]) -> None:
         for result in results:

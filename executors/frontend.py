@@ -55,10 +55,11 @@ class _Prompt:
 
 
 class Frontend:
-    """Requests of one engine. `tokenizer` may be None: then prompts are token ids and there is no text."""
+    """Requests of one engine. Without a tokenizer, `why` says why, prompts are token ids and there is no text."""
 
-    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], why: str = "") -> None:
         self.tokenizer = tokenizer
+        self.no_tokenizer = f"the model has no tokenizer ({why})" if why else "the model has no tokenizer"
         self._decode: Decode | None = decoder_of(tokenizer) if tokenizer is not None else None
         self._eos = tuple(eos_token_ids)
         self._outputs: dict[int, _Output] = {}  # by the core's number of the request
@@ -98,7 +99,11 @@ class Frontend:
         if not isinstance(prompt, str):
             return as_tokens(prompt)
         if self.tokenizer is None:
-            raise ConfigError("prompt", prompt, "the model has no tokenizer: give prompts as token ids")
+            raise ConfigError("prompt", prompt, f"{self.no_tokenizer}: give prompts as token ids")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:  # halves of characters, which no tokenizer takes
+            raise ConfigError("prompt", prompt, "it is no valid text") from None
         return as_tokens(self.tokenizer(prompt)["input_ids"])
 
     def on_logprobs(self, plan: StepPlan, words: NDArray[np.int32], rows: Rows) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +27,7 @@ from executors.compute import ComputeLane
 from executors.cpu import CpuLanes
 from executors.cuda import CudaLanes
 from executors.engine import DEAD, Engine
-from executors.errors import EngineDeadError
+from executors.errors import EngineDeadError, one_line
 from executors.executor import Executor, Lanes
 from executors.frontend import Frontend, core_id
 from executors.model_files import load_tokenizer
@@ -36,6 +37,8 @@ from executors.outputs import RequestOutput, StreamPiece
 from executors.sampling_rows import SamplingRows
 from executors.sampling_state import SamplerState
 from executors.settings import (
+    check_model,
+    check_seed,
     check_settings,
     compile_settings,
     depth_of,
@@ -68,6 +71,7 @@ class LLM:
     report      called with one line for each stage of start-up
 
     startup_s   seconds that all of this took; imports came before
+    stages      what `report` was told, each line with the seconds from the call to it
     graphs      whether decode steps run as CUDA graphs
     """
 
@@ -91,7 +95,17 @@ class LLM:
         compile: bool | CompileSettings | None = None,
         **engine: Any,
     ) -> None:
-        say, started = report or (lambda line: None), time.perf_counter()
+        started = time.perf_counter()
+        self.stages: list[tuple[str, float]] = []
+
+        def say(line: str) -> None:
+            self.stages.append((line, time.perf_counter() - started))
+            if report is not None:
+                report(line)
+
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
+        check_model(model, dummy_weights)
+        check_seed(seed)
         steps = depth_of(mode, depth)
         check_settings(steps, num_blocks, engine)
         where = device_of(device)
@@ -114,14 +128,15 @@ class LLM:
         self.config = engine_config(self.model, steps, num_blocks, engine)
         say(f"allocating {self.config.num_blocks} KV blocks of {self.config.block_size} tokens")
         kv = self.model.allocate_kv(self.config.num_blocks, self.config.block_size)
+        why = ""
         if tokenizer == "auto" and isinstance(model, str):
             say("loading the tokenizer")
-            tokenizer = load_tokenizer(model)
+            tokenizer, why = load_tokenizer(model)
         self.timeline = Timeline() if timeline else None
         self.log: list[str] = []
         logged = timeline if decisions is None else decisions
         self.scheduler = Scheduler(self.config, log=self.log if logged else None)
-        self.frontend = Frontend(None if tokenizer == "auto" else tokenizer, eos_token_ids(self.model))
+        self.frontend = Frontend(None if tokenizer == "auto" else tokenizer, eos_token_ids(self.model), why)
         lanes: Lanes = CudaLanes(where, timed=timeline) if where.type == "cuda" else CpuLanes()
         self._sampling_rows = SamplingRows(self.scheduler.rows.capacity, self.model.vocab_size, seed=seed)
         executor = self._executor(kv, lanes)
@@ -137,8 +152,8 @@ class LLM:
         if refusal:
             say(f"CUDA graphs are off, decode steps are launched kernel by kernel: {refusal}")
         self.graphs = lanes.graphs and not refusal
-        self.startup_s = time.perf_counter() - started
         say("ready")
+        self.startup_s = self.stages[-1][1]
 
     # ---- users -----------------------------------------------------------------------------------------------------
 
@@ -168,7 +183,11 @@ class LLM:
         tokenizer = self.frontend.tokenizer
         if tokenizer is None or not getattr(tokenizer, "chat_template", None):
             raise ConfigError("messages", len(messages), "the model's tokenizer has no chat template: give a prompt")
-        encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        try:
+            encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        except Exception as cause:  # a template is a program of the model's: it may raise anything
+            reason = f"the model's chat template refuses them: {one_line(cause)}"
+            raise ConfigError("messages", messages, reason) from cause
         return list(encoded["input_ids"])
 
     # ---- what a recording asks --------------------------------------------------------------------------------------
@@ -196,9 +215,11 @@ class LLM:
 
     def check(self, prompt: Prompt, params: SamplingParams) -> TokenArray:
         """The prompt's tokens; raises ConfigError for a prompt or parameters that this model cannot take."""
+        if not isinstance(params, SamplingParams):
+            raise ConfigError("params", params, "use a SamplingParams, or one for each prompt")
         self._sampling_rows.check(params)
         if params.stop and self.frontend.tokenizer is None:
-            raise ConfigError("stop", params.stop, "the model has no tokenizer, so no text: use stop_token_ids")
+            raise ConfigError("stop", params.stop, f"{self.frontend.no_tokenizer}, so no text: use stop_token_ids")
         tokens = self.frontend.encode(prompt)
         if not len(tokens):
             raise ConfigError("prompt", prompt, "it must have at least one token")
@@ -329,11 +350,14 @@ class LLM:
         )
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: a string or a sequence of token ids is one."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
+def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """One prompt or many: a text, or token ids in a row, is one. Raises ConfigError for what is neither."""
+    if isinstance(prompts, str) or (isinstance(prompts, np.ndarray | torch.Tensor) and prompts.ndim == 1):
         return [prompts]  # type: ignore[list-item]  # it is one prompt
-    return list(prompts)  # type: ignore[arg-type]  # it holds prompts
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise ConfigError("prompts", prompts, "use a text, token ids, or a list of such prompts")
+    several = list(prompts)
+    return [several] if several and isinstance(several[0], int | np.integer) else several  # type: ignore[list-item]
 
 
 @contextmanager

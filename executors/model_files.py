@@ -17,9 +17,6 @@ from executors.attention import PAGED
 from executors.errors import ModelLoadError, UnsupportedModelError, one_line
 from executors.refusals import NO_HOOK
 
-# What transformers and the Hub's client raise for missing, broken, gated or foreign files.
-LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, RuntimeError)
-
 
 def load_config(name: str) -> PretrainedConfig:
     """The configuration of a folder, a .gguf file, or a model on the Hub. Raises ModelLoadError."""
@@ -31,7 +28,7 @@ def load_config(name: str) -> PretrainedConfig:
     with _quiet_retries():
         try:
             return AutoConfig.from_pretrained(**_where(name))
-        except LOAD_ERRORS as cause:
+        except Exception as cause:  # whatever the readers of a dozen formats raise for missing, broken or foreign files
             reason = one_line(cause)
             if not path.exists() and (fault := hub.fault(name)):
                 reason = f"there is no such folder, it is not in the Hub's cache, and {fault}"
@@ -46,22 +43,31 @@ def load_weights(name: str, *, dtype: torch.dtype | None, device: torch.device) 
             dtype="auto" if dtype is None else dtype,
             attn_implementation=PAGED,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they come back as information, and are refused below
         )
         module, info = loaded
         if missing := sorted(info["missing_keys"]):
             raise ModelLoadError(f"{name}: {len(missing)} weights are missing, {missing[0]} first")
+        if others := sorted(info["mismatched_keys"]):
+            weight, stored, wanted = others[0]
+            raise ModelLoadError(
+                f"{name}: {len(others)} weights have other shapes than the configuration says, "
+                f"{weight} first: {list(stored)}, not {list(wanted)}"
+            )
         return module.to(device)
-    except LOAD_ERRORS as cause:
+    except ModelLoadError:
+        raise
+    except Exception as cause:  # as for configurations
         _refuse_without_hook(cause)
         raise ModelLoadError(f"{name}: its weights cannot be loaded; {one_line(cause)}") from cause
 
 
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer stored with a model; None where there is none."""
+def load_tokenizer(name: str) -> tuple[Any, str]:
+    """The tokenizer stored with a model; None where there is none that can be read, and then why."""
     try:
-        return AutoTokenizer.from_pretrained(**_where(name))
-    except LOAD_ERRORS:
-        return None
+        return AutoTokenizer.from_pretrained(**_where(name)), ""
+    except Exception as cause:  # as for configurations
+        return None, one_line(cause)
 
 
 def random_weights(
@@ -76,7 +82,7 @@ def random_weights(
         with torch.random.fork_rng(devices=cuda), device:
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PAGED)
-    except LOAD_ERRORS as cause:
+    except Exception as cause:  # a model refuses its configuration as it likes
         _refuse_without_hook(cause)
         raise ModelLoadError(f"{config.model_type}: it cannot be built; {one_line(cause)}") from cause
 

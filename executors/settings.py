@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from asyncsched.config import FIELD_NAMES, EngineConfig
 from asyncsched.errors import ConfigError
@@ -25,6 +26,19 @@ DEFAULT_SEQS = {"cuda": 256, "cpu": 16}
 INVARIANT_TOKENS = 256  # of every batch-invariant step: more make decoding slower, fewer make prefilling slower
 MAX_MIXED_BUCKET = 2048  # tokens whose products take a large model longer than the host takes to launch them
 OWN_SETTINGS = ("depth", "num_blocks", "vocab_size")  # of EngineConfig: arguments of their own, or the model's
+
+
+def check_model(model: object, dummy_weights: bool) -> None:
+    """Raises ConfigError for what is no model, and for a shape whose random weights nobody asked for."""
+    if isinstance(model, PretrainedConfig) and not dummy_weights:
+        raise ConfigError("dummy_weights", dummy_weights, "a configuration has no weights: set it for random ones")
+    if not isinstance(model, str | PretrainedConfig | Model):
+        raise ConfigError("model", model, "use a folder, a .gguf file, a name on the Hub, or a configuration")
+
+
+def check_seed(seed: object) -> None:
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise ConfigError("seed", seed, "use a whole number from 0 to 2**63 - 1")
 
 
 def depth_of(mode: str | None, depth: int | None) -> int:
@@ -77,6 +91,8 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype | None:
 def compile_settings(compile: bool | CompileSettings | None, device: torch.device) -> CompileSettings | None:
     if isinstance(compile, CompileSettings):
         return compile
+    if not isinstance(compile, bool | None):
+        raise ConfigError("compile", compile, "use True, False or None, which means on CUDA")
     wanted = device.type == "cuda" if compile is None else compile
     return CompileSettings() if wanted else None
 

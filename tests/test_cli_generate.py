@@ -246,6 +246,8 @@ def test_broken_lines_are_named_and_the_others_run(model: str, folder: Path, cap
     prompts = write_prompts(folder, {"prompt": TEXT}, *lines, {"prompt": "fox"})
     with (folder / prompts).open("ab") as file:
         file.write(b'{"prompt": "\xff"}\n')
+    text = (folder / prompts).read_bytes().replace(b"\n", b"\r\n")
+    (folder / prompts).write_bytes(b"\xef\xbb\xbf" + text)  # as an editor on Windows saves it
     status = status_of("generate", "--model", model, "--prompts", prompts, "--out", "o.jsonl", "--seed", "1")
     captured = capsys.readouterr()
     assert (status, captured.out) == (2, "")
@@ -384,6 +386,31 @@ def test_an_interrupt_stops_and_keeps_what_finished(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_text_that_the_terminal_cannot_show_is_escaped(model: str, folder: Path) -> None:
+    """Generated or not: what was computed is not thrown away for it."""
+    process = start("generate", "--model", model, "--prompt", TEXT, "--max-tokens", "8", *GREEDY, encoding="ascii")
+    out, err = process.communicate(timeout=60)
+    wanted = expected_text(model, TEXT, max_tokens=8)
+    assert not wanted.isascii()
+    assert (process.returncode, err) == (0, "")
+    assert out.rstrip("\n") == wanted.encode("ascii", "backslashreplace").decode()
+
+
+def test_an_interrupt_while_the_command_is_loaded(folder: Path) -> None:
+    code = """
+import sys
+from asyncsched.cli import main
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "asyncsched.cli.app":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+main([])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
+
 def test_an_interrupt_of_a_real_process(model: str, folder: Path) -> None:
     """And its streams: lines on stdout, one line on stderr, no traceback."""
     prompts = write_prompts(folder, {"prompt": "a", "max_tokens": 2}, *[{"prompt": TEXT, "ignore_eos": True}] * 6)
@@ -396,8 +423,9 @@ def test_an_interrupt_of_a_real_process(model: str, folder: Path) -> None:
     assert list(records_in(first)) == [1]
 
 
-def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+def start(*arguments: str, encoding: str = "utf-8", **options: Any) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm"}
+    environment["PYTHONIOENCODING"] = encoding
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     return subprocess.Popen([sys.executable, "-m", "asyncsched.cli", *arguments], env=environment, text=True, **streams)
 
@@ -795,6 +823,8 @@ def test_a_benchmark_measures_every_mode(folder: Path, capsys: Captured) -> None
         assert set(run["host_us"]) == {"plan", "fill", "launch", "commit", "deliver"}
         assert run["kernels_active"] is None
         assert 0 < run["startup_s"] < 120
+        assert run["startup"][0]["stage"] == "reading the configuration"
+        assert run["startup"][-1] == {"stage": "ready", "since_start_s": run["startup_s"]}
     events = json.loads((folder / "t.json").read_text())["traceEvents"]
     assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == [
         f"{name}: measured" for name in ("sync", "async", "depth 3")

@@ -270,7 +270,9 @@ def test_text_in_and_text_out() -> None:
 def test_an_array_of_tokens_is_one_prompt() -> None:
     llm = tiny_llm()
     assert tokens_of(llm.generate(np.array(PROMPTS[0]), GREEDY)) == expected_tokens(llm, PROMPTS[:1])
+    assert tokens_of(llm.generate(torch.tensor(PROMPTS[0]), GREEDY)) == expected_tokens(llm, PROMPTS[:1])
     assert llm.generate([], GREEDY) == []
+    assert tokens_of(llm.generate((one for one in PROMPTS[:2]), GREEDY)) == expected_tokens(llm, PROMPTS[:2])
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -504,7 +506,7 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(monkeypatch: pytest
     outputs = llm.generate(PROMPTS, GREEDY)
     bad = [output.outputs[0] for output in outputs if output.outputs[0].finish_reason == "error"]
     assert len(bad) == 1
-    assert "outside the vocabulary" in bad[0].message
+    assert bad[0].message == "no token could be sampled: the logits are NaN, or infinite"
     good = [tokens for output, tokens in zip(outputs, expected, strict=True) if output.outputs[0] is not bad[0]]
     assert [t for t in tokens_of(outputs) if len(t) == NEW_TOKENS] == good
 
@@ -531,6 +533,9 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("num_blocks: 1000000", "blocks of 1000000 tokens would fit"),
     ),
     "attention": ({"attention": "flash"}, ("attention: 'flash'", "plain")),
+    "seed": ({"seed": -1}, ("seed: -1", "2**63 - 1")),
+    "compile": ({"compile": "yes"}, ("compile: 'yes'", "True, False or None")),
+    "weights that nobody asked for": ({"dummy_weights": False}, ("dummy_weights: False", "no weights")),
 }
 
 PLAIN = SamplingParams()
@@ -545,6 +550,9 @@ BAD_PROMPTS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
     "more logprobs than are kept": ([[1]], SamplingParams(logprobs=21), ("logprobs: 21", "up to 20")),
     "bias beyond the vocabulary": ([[1]], SamplingParams(logit_bias={500: 1.0}), ("logit_bias", "500", "128")),
     "too few parameters": ([[1], [2]], [PLAIN], ("params: 1", "2 prompts")),
+    "parameters of another kind": ([[1]], {"top_k": 3}, ("params: {'top_k': 3}", "SamplingParams")),
+    "no prompts": (None, PLAIN, ("prompts: None", "list of such prompts")),
+    "a mapping": ({"prompt": "hello"}, PLAIN, ("prompts: {'prompt': 'hello'}", "list of such prompts")),
 }
 
 
@@ -567,6 +575,35 @@ def test_bad_prompts_are_named_before_anything_runs() -> None:
         llm.chat([{"role": "user", "content": "?"}])
     assert llm.engine.steps == 0
     assert is_clean(llm)
+
+
+def test_bad_texts_and_conversations_are_named() -> None:
+    llm = texty_llm()
+    with pytest.raises(ConfigError, match=r"prompt: '\\ud800' is not allowed; it is no valid text"):
+        llm.generate("\ud800", GREEDY)
+    llm.frontend.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    for messages in ([{"role": "user", "content": "?"}], [], None):
+        with pytest.raises(ConfigError, match=r"messages: .*; the model's chat template refuses them: ") as error:
+            llm.chat(messages)
+        assert "\n" not in str(error.value)
+    assert is_clean(llm)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named_once_text_is_wanted(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": ')
+    llm = LLM(tmp_path, device="cpu", num_blocks=64)
+    assert len(llm.generate([1, 2], GREEDY)[0].outputs[0].token_ids) == NEW_TOKENS
+    with pytest.raises(
+        ConfigError, match=r"the model has no tokenizer \(Expecting value: .*\): give prompts as token ids"
+    ):
+        llm.generate("hello", GREEDY)
+
+
+@pytest.mark.parametrize("model", [None, 5, b"folder"])
+def test_what_is_no_model(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"model: .* is not allowed; use a folder"):
+        LLM(model, device="cpu")
 
 
 def test_a_prompt_that_is_too_long_is_rejected_with_the_numbers() -> None:
@@ -840,6 +877,45 @@ def test_shutdown_while_running_ends_every_stream() -> None:
     assert num_engine_threads() == 0
 
 
+def test_nothing_of_an_engine_that_was_shut_down_stays_in_the_llm() -> None:
+    llm = tiny_llm()
+
+    async def main() -> None:
+        engine = AsyncEngine(llm)
+        stream = engine.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
+        await anext(stream)
+        await engine.shutdown()
+        with pytest.raises(EngineStoppedError):
+            await collect(stream)
+
+    run(main())
+    assert is_clean(llm)
+    assert llm.scheduler.counts.aborted == 1
+    assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected_tokens(llm)
+
+
+def test_a_program_that_ends_without_a_shutdown_ends_well() -> None:
+    """A thread inside torch that outlives the interpreter would abort the process."""
+    code = """
+import asyncio, torch
+from tiny_models import TINY
+from asyncsched import LLM, AsyncEngine
+from executors.models import Model
+llm = LLM(TINY["llama"](), device="cpu", dummy_weights=True, max_num_seqs=2, num_blocks=64)
+forward, large = Model.forward, torch.ones(2500, 2500)
+Model.forward = lambda *args: (large @ large, forward(*args))[1]
+async def main():
+    first = asyncio.ensure_future(anext(AsyncEngine(llm).generate([1, 2])))
+    await asyncio.sleep(0.1)
+asyncio.run(main())
+"""
+    paths = os.pathsep.join((SOURCES["PYTHONPATH"], str(Path(__file__).parent)))
+    environment = {**SOURCES, "PYTHONPATH": paths}
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_a_failure_of_the_engine_reaches_everybody_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Scheduler, *_: Any) -> Any:
         raise ZeroDivisionError("a fault of the scheduler")
@@ -1047,7 +1123,8 @@ def test_every_stage_of_start_up_is_reported(monkeypatch: pytest.MonkeyPatch) ->
         "ready",
     ]
     assert not llm.graphs
-    assert llm.startup_s > 0
+    assert [stage for stage, _ in llm.stages] == said
+    assert 0 <= llm.stages[0][1] <= llm.stages[-1][1] == llm.startup_s
     monkeypatch.setattr(CpuLanes, "graphs", True)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(LLM, "_capture", lambda *_: "experts wait for the device")

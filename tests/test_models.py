@@ -376,6 +376,28 @@ def test_missing_weights_are_not_made_up(tmp_path: Path, models: Callable[[str],
         Model.load(str(tmp_path), device="cpu")
 
 
+def test_weights_of_other_shapes_are_named(tmp_path: Path, models: Callable[[str], Model]) -> None:
+    reference_of(models("llama")).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": VOCAB + 1}))
+    with pytest.raises(
+        ModelLoadError, match=r"2 weights have other shapes .*, lm_head\.weight first: \[128, 32\], not"
+    ):
+        Model.load(str(tmp_path), device="cpu")
+
+
+def test_a_truncated_file_is_one_line(tmp_path: Path, models: Callable[[str], Model]) -> None:
+    reference_of(models("llama")).save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelLoadError, match="its weights cannot be loaded; ") as error:
+        Model.load(str(tmp_path), device="cpu")
+    assert "\n" not in str(error.value)
+    (tmp_path / "short.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    with pytest.raises(ModelLoadError, match=r"short\.gguf: no model can be loaded from there; "):
+        Model.load(str(tmp_path / "short.gguf"), device="cpu")
+
+
 def test_random_weights_follow_the_seed_alone() -> None:
     def weights(seed: int) -> torch.Tensor:
         return tiny_model("llama", seed=seed, check=False).module.lm_head.weight

@@ -34,7 +34,7 @@ def test_the_same_english_in_every_mode_and_from_generate(monkeypatch: pytest.Mo
     torch.set_num_threads(1)
     first = LLM(str(file), device="cpu", mode="sync", **SIZES)
     monkeypatch.setattr(Model, "load", lambda *_, **__: first.model)  # reading it takes half a minute
-    monkeypatch.setattr(llm_module, "load_tokenizer", lambda _: first.frontend.tokenizer)
+    monkeypatch.setattr(llm_module, "load_tokenizer", lambda _: (first.frontend.tokenizer, ""))
     second = LLM(str(file), device="cpu", mode="async", **SIZES)
 
     prompts = [first.chat_prompt([{"role": "user", "content": question}]) for question in QUESTIONS]

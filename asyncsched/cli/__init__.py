@@ -34,6 +34,9 @@ from typing import NoReturn
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs one command and exits: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
-    from asyncsched.cli.app import run
-
+    try:
+        from asyncsched.cli.app import run
+    except KeyboardInterrupt:  # while the command's modules are loaded
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -73,6 +74,8 @@ def run(arguments: Sequence[str]) -> int:
     """One call of the command. Returns its exit status."""
     if "" not in sys.path:
         sys.path.append("")  # users' policies, `module:Class`; last, so that a folder here shadows no module
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a model may write what the terminal's encoding lacks
     command = typer.main.get_command(app)
     try:
         with command.make_context("asyncsched", _spread_goodput(arguments)) as context:

@@ -55,6 +55,7 @@ class _Measured:
     name: str
     run: BenchRun
     startup_s: float
+    stages: Sequence[tuple[str, float]]
     timeline: Timeline
     kernels: float | None
 
@@ -185,7 +186,7 @@ def _measure(name: str, llm: LLM, sizes: Mapping[str, int], *, profile: bool) ->
         say(f"{name}: profiling")
         short = {**sizes, "new_tokens": min(PROFILED_TOKENS, sizes["new_tokens"])}
         kernels = kernel_share(lambda: run_bench(llm, **short))
-    return _Measured(name, run, llm.startup_s, timeline, kernels)
+    return _Measured(name, run, llm.startup_s, llm.stages, timeline, kernels)
 
 
 def _record(name: str, llm: LLM, sizes: Mapping[str, int], model: str, folder: Path) -> None:
@@ -231,7 +232,8 @@ def _release() -> None:
 
 def _run_json(one: _Measured) -> dict[str, Any]:
     result = one.run.result.to_dict()
-    return {"mode": one.name, "startup_s": one.startup_s, **result, "kernels_active": one.kernels}
+    stages = [{"stage": stage, "since_start_s": seconds} for stage, seconds in one.stages]
+    return {"mode": one.name, "startup_s": one.startup_s, "startup": stages, **result, "kernels_active": one.kernels}
 
 
 def _comparison(measured: Sequence[_Measured]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import json
 from collections.abc import Mapping
@@ -78,7 +79,7 @@ def read_jobs(path: Path, sampling: Mapping[str, Any]) -> tuple[list[Job], list[
     What a line says about sampling comes before `sampling`.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise ConfigError("--prompts", str(path), f"it cannot be read ({error.strerror}); use a JSONL file") from None
     jobs, problems = [], []
