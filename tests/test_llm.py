@@ -22,8 +22,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import simpy
 import torch
+from decision_logs import check_decisions
 from huggingface_hub import HfApi
 from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 from tiny_models import TINY, VOCAB, generate, reference_of
@@ -33,7 +33,6 @@ from transformers import GenerationConfig
 from asyncsched import AsyncEngine, SamplingParams, Scheduler
 from asyncsched.config import EngineConfig
 from asyncsched.errors import AsyncschedError, ConfigError
-from asyncsched.pipeline import Abort, Inbox, Submit
 from asyncsched.timeline import LANES
 from executors import hub
 from executors.async_engine import EngineStoppedError
@@ -43,8 +42,6 @@ from executors.llm import LLM
 from executors.models import Model
 from executors.outputs import CompletionOutput, RequestOutput, StreamPiece
 from executors.sampling_state import SamplerState
-from sim.engine import END, SimEngine
-from sim.scenario import load_preset
 
 torch.set_num_threads(1)
 
@@ -1031,85 +1028,11 @@ def test_nothing_is_marked_unless_asked_for() -> None:
         assert not [name for name, value in vars(part).items() if callable(value) and hasattr(type(part), name)]
 
 
-class ReplayInbox(Inbox):
-    """Hands out each command before the plan that it was taken before."""
-
-    def __init__(self, scheduler: Scheduler, commands: Sequence[tuple[int, Submit | Abort]]) -> None:
-        super().__init__()
-        self._scheduler, self._due = scheduler, list(commands)
-        self.closed = True
-
-    def take(self) -> Submit | Abort | None:
-        return self._due.pop(0)[1] if self._due and self._due[0][0] <= self._scheduler.plans else None
-
-    def __len__(self) -> int:
-        return len(self._due)
-
-
-def record_commands(llm: LLM) -> list[tuple[int, Any]]:
-    """Fills as the engine takes commands: before which plan, and what."""
-    taken: list[tuple[int, Any]] = []
-    take = llm.engine.inbox.take
-
-    def noting() -> Any:
-        command = take()
-        if command is not None:
-            taken.append((llm.scheduler.plans, command))
-        return command
-
-    llm.engine.inbox.take = noting  # type: ignore[method-assign]
-    return taken
-
-
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("preemption", ["recompute", "offload"])
 def test_the_simulator_decides_as_the_executor_does(depth: int, preemption: str) -> None:
     """Arrivals and aborts enter before the same plans, requests stop at the same tokens: the logs are equal."""
-    draw = random.Random(3)
-    llm = tiny_llm(depth=depth, preemption=preemption, timeline=True)
-    taken = record_commands(llm)
-    stops = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=tuple(range(0, VOCAB, 8)))
-    outputs: dict[str, CompletionOutput] = {}
-    waiting = [(str(i), [draw.randrange(VOCAB) for _ in range(draw.choice((2, 7, 13, 20)))]) for i in range(20)]
-    while waiting or llm.scheduler.has_requests or len(llm.engine.inbox):
-        for _ in range(min(draw.choice((0, 0, 1, 3)), len(waiting))):
-            llm.submit(*waiting.pop(0), stops if draw.random() < 0.7 else GREEDY)
-        if draw.random() < 0.15:
-            llm.abort(str(draw.randrange(20)))
-        for result in llm.run() or ():
-            if isinstance(result, StreamPiece) and result.output is not None:
-                outputs[f"{result.request_id}/0"] = result.output
-    reasons = [output.finish_reason for output in outputs.values()]
-    assert {"length", "stop", "abort"} <= set(reasons)
-    assert llm.scheduler.preemptions > 0
-
-    simulated: list[str] = []
-    scheduler = Scheduler(llm.config, log=simulated)
-    submits = [command for _, command in taken if isinstance(command, Submit)]
-    ends = [_last_position(command, outputs[command.request_id]) for command in submits]
-    env = simpy.Environment(initial_time=0)
-    costs = load_preset("hf-8b-bs32").costs()
-    engine = SimEngine(env, scheduler, costs, np.array(ends, dtype=np.int64), leaps=False)  # commands come by plan
-    engine.inbox = ReplayInbox(scheduler, [(plan, _simulated(command, outputs)) for plan, command in taken])
-    for number in range(len(submits)):
-        engine.metrics.arrived(number, 0)
-    env.run(env.process(engine.run()))
-    assert len(simulated) > 100
-    for line, (expected, found) in enumerate(zip(llm.log, simulated, strict=True)):
-        assert found == expected, line
-
-
-def _last_position(command: Submit, output: CompletionOutput) -> int:
-    """Where the simulated model ends the request; nowhere if it was aborted."""
-    return len(command.prompt) + len(output.token_ids) - 1 if output.finish_reason == "stop" else 10**6
-
-
-def _simulated(command: Submit | Abort, outputs: dict[str, CompletionOutput]) -> Submit | Abort:
-    if isinstance(command, Abort):
-        return command
-    stop = (END,) if outputs[command.request_id].finish_reason == "stop" else ()
-    params = SamplingParams(max_tokens=command.params.max_tokens, stop_token_ids=stop)
-    return Submit(command.request_id, np.zeros_like(command.prompt), params)
+    check_decisions(tiny_llm(depth=depth, preemption=preemption, decisions=True))
 
 
 def test_every_stage_of_start_up_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

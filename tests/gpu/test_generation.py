@@ -15,6 +15,21 @@ from executors.named_configs import named_config
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+EVERYTHING = SamplingParams(
+    seed=3,
+    temperature=0.9,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    presence_penalty=0.5,
+    frequency_penalty=0.5,
+    logit_bias={5: 2.0},
+    logprobs=2,
+    max_tokens=24,
+    min_tokens=24,
+    stop_token_ids=(1, 2),
+)
 SMALL = {"block_size": 16, "max_num_seqs": 8, "num_blocks": 64, "max_model_len": 128}
 TIGHT = {**SMALL, "num_blocks": 9, "max_num_batched_tokens": 24}
 
@@ -51,15 +66,31 @@ def test_evictions_change_no_token(preemption: str) -> None:
         assert got == expected
 
 
+@pytest.mark.parametrize("params", [GREEDY, EVERYTHING], ids=["greedy", "everything"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        SMALL,
+        {**TIGHT, "preemption": "recompute"},
+        {**TIGHT, "preemption": "offload"},
+        {**TIGHT, "mixed_buckets": (24,)},
+    ],
+    ids=["roomy", "recompute", "offload", "captured"],
+)
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nothing_synchronizes_by_accident() -> None:
-    llm = LLM(TINY["llama"](), depth=2, device="cuda", dtype="float32", dummy_weights=True, compile=False, **SMALL)
-    llm.generate(prompts(8), GREEDY)  # captures its graphs
+def test_nothing_synchronizes_by_accident(params: SamplingParams, engine: dict[str, object]) -> None:
+    """Whole generations: prefills, decodes, evictions, and all that a request may ask of the sampler."""
+    options = {"depth": 2, "dtype": "float32", "compile": False, **engine}
+    llm = LLM(TINY["llama"](), device="cuda", dummy_weights=True, **options)
+    expected = llm.generate(prompts(12), params)  # captures its graphs, and allocates what it needs
     try:
         torch.cuda.set_sync_debug_mode("error")
-        llm.generate(prompts(8), GREEDY)
+        outputs = llm.generate(prompts(12), params)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert [output.outputs[0].token_ids for output in outputs] == [output.outputs[0].token_ids for output in expected]
+    assert all(len(output.outputs[0].token_ids) == 24 for output in outputs)  # a step that raises ends its requests
+    assert engine is SMALL or llm.scheduler.preemptions > 0
 
 
 def test_captured_mixed_steps_change_no_token() -> None:
