@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncsched.cli.figures import number, percent
+from asyncsched.cli.loading import say
 from asyncsched.cli.tables import print_table
 from asyncsched.errors import INSTALL_TORCH
 from asyncsched.plotting import plot_timeline
@@ -23,6 +24,7 @@ from sim.scenario import Scenario
 
 if TYPE_CHECKING:
     from executors.bench import BenchRun
+    from executors.llm import LLM
 
 DEPTHS = {"sync": 1, "async": 2}
 SHAPES = {"cpu": "llama-tiny", "cuda": "llama-1b"}  # of random weights: nothing is downloaded
@@ -35,6 +37,8 @@ def real_generation(picture: Path) -> None:
     try:
         import torch
         from transformers.utils import logging
+
+        from executors.named_configs import named_config
     except ModuleNotFoundError as error:
         print(f"{error.name} is not installed, so nothing was generated: {INSTALL_TORCH}")
         return
@@ -43,7 +47,12 @@ def real_generation(picture: Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
     print(f"Generating on {where}: {SHAPES[device]}, random weights, {SIZES['requests']} requests ...", file=sys.stderr)
-    measured = {mode: _measure(SHAPES[device], depth, device) for mode, depth in DEPTHS.items()}
+    measured: dict[str, tuple[BenchRun, Timeline]] = {}
+    model: Any = named_config(SHAPES[device])
+    for mode, depth in DEPTHS.items():
+        llm = _engine(model, depth, device)
+        model = llm.model  # both modes run over the same weights
+        measured[mode] = _measure(llm)
     costs = measured_costs(measured["sync"][1], on_cpu=device == "cpu")
     simulated = {mode: _simulate(mode, costs) for mode in DEPTHS}
     _draw(measured, simulated, device, picture)
@@ -51,21 +60,28 @@ def real_generation(picture: Path) -> None:
     _print(measured, simulated, title, on_cpu=device == "cpu")
 
 
-def _measure(shape: str, depth: int, device: str) -> tuple[BenchRun, Timeline]:
-    """A run and its timeline, after a short one that warms up."""
-    from executors.bench import run_bench
+def _engine(model: Any, depth: int, device: str) -> LLM:
+    """Says what it does, at a terminal. Uncompiled: what overlap gains needs no minute of start-up to be seen."""
     from executors.llm import LLM
-    from executors.named_configs import named_config
 
-    llm = LLM(
-        named_config(shape),
+    return LLM(
+        model,
         depth=depth,
         device=device,
         dummy_weights=True,
         timeline=True,
+        compile=False,
+        report=say,
         max_num_seqs=SIZES["requests"],
         max_model_len=SIZES["prompt_tokens"] + SIZES["new_tokens"],
     )
+
+
+def _measure(llm: LLM) -> tuple[BenchRun, Timeline]:
+    """A run and its timeline, after a short one that warms up."""
+    from executors.bench import run_bench
+
+    assert llm.timeline is not None  # it was asked for
     run_bench(llm, **{**SIZES, "new_tokens": 8}, seed=1)
     steps, spans = llm.engine.steps, len(llm.timeline.spans)
     run = run_bench(llm, **SIZES)
