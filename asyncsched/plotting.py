@@ -72,6 +72,8 @@ ROWS = {
     "d2h": _Row("copy out (d2h)", 2.78, 0.36),
 }
 PANEL_ROWS = 3.06
+GPU = "GPU"
+MOST_LABEL = 50  # characters of a panel's label, beside its figures; of a longer one the end is kept
 TIMELINE_WIDTH, TIMELINE_LEFT, TIMELINE_RIGHT = 11.0, 0.125, 0.985  # inches; parts of it
 
 
@@ -109,13 +111,18 @@ class _View(NamedTuple):
 
 
 def plot_timeline(
-    timelines: Sequence[tuple[str, Timeline]], path: Path, *, steps: tuple[int, int], title: str | None = None
+    timelines: Sequence[tuple[str, Timeline]],
+    path: Path,
+    *,
+    steps: tuple[int, int],
+    title: str | None = None,
+    device: str = GPU,
 ) -> None:
     """Lanes over time, one panel per (label, timeline), all with the same time axis.
 
     The first timeline's steps first..last decide how long the window is. Each panel begins with the planning of its own
-    step first, and shows whatever ran in that time: a faster timeline gets further. Raises ValueError when a timeline
-    has not one of the steps.
+    step first, and shows whatever ran in that time: a faster timeline gets further. `device` is what computes. Raises
+    ValueError when a timeline has not one of the steps.
     """
     start_ns, end_ns = _extent(timelines[0][1], steps)
     length_ns = max(end_ns - start_ns, 1)  # where all is free, nothing takes time
@@ -128,10 +135,10 @@ def plot_timeline(
         )
         panels = figure.subplots(len(views), 1, sharex=True, squeeze=False)[:, 0]
         for axes, view in zip(panels, views, strict=True):
-            _draw_panel(axes, view)
+            _draw_panel(axes, view, device)
         panels[-1].set_xlabel("time since the window began (ms)")
         figure.suptitle(title or _timeline_title(views), x=0.012, y=1 - 0.1 / height, ha="left", va="top", fontsize=15)
-        _draw_timeline_legend(figure, views)
+        _draw_timeline_legend(figure, views, device)
         _save(figure, path)
 
 
@@ -283,10 +290,11 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def _draw_panel(axes: Axes, view: _View) -> None:
+def _draw_panel(axes: Axes, view: _View, device: str) -> None:
     axes.set_xlim(0, view.length_ns / 1e6)
     axes.set_ylim(PANEL_ROWS, 0)
-    axes.set_yticks([row.centre for row in ROWS.values()], [row.label for row in ROWS.values()])
+    names = [row.label if device == GPU else row.label.removesuffix(f" ({GPU})") for row in ROWS.values()]
+    axes.set_yticks([row.centre for row in ROWS.values()], names)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     for row in ROWS.values():
@@ -297,8 +305,11 @@ def _draw_panel(axes: Axes, view: _View) -> None:
         idle.write(axes, (f"idle {(end_ns - start_ns) / 1e6:.1f} ms", "idle"), TEXT, bbox=BEHIND_TEXT)
     for span in view.spans:
         _draw_span(axes, view, span)
-    axes.set_title(view.label, loc="left", fontsize=12, fontweight="bold", pad=5)
-    figures = f"GPU active {1 - view.idle_share:.1%}, idle {view.idle_share:.1%}; {view.steps_computed:.1f} steps done"
+    label = view.label if len(view.label) <= MOST_LABEL else f"...{view.label[3 - MOST_LABEL :]}"
+    axes.set_title(label, loc="left", fontsize=12, fontweight="bold", pad=5)
+    figures = (
+        f"{device} active {1 - view.idle_share:.1%}, idle {view.idle_share:.1%}; {view.steps_computed:.1f} steps done"
+    )
     axes.set_title(figures, loc="right", fontsize=11, pad=5)
 
 
@@ -359,7 +370,7 @@ def _timeline_title(views: Sequence[_View]) -> str:
     return f"In the same time the GPU computes {', '.join(others)} and {last} steps; hatched, it waits"
 
 
-def _draw_timeline_legend(figure: Figure, views: Sequence[_View]) -> None:
+def _draw_timeline_legend(figure: Figure, views: Sequence[_View], device: str) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
@@ -371,7 +382,7 @@ def _draw_timeline_legend(figure: Figure, views: Sequence[_View]) -> None:
         "a step: prepared, copied, computed": steps,
         "committed": commits,
         "host waits for output": Patch(facecolor=WAITING),
-        "GPU idle": idle,
+        f"{device} idle": idle,
     }
     figure.legend(
         list(entries.values()),

@@ -17,7 +17,7 @@ from asyncsched.cli.figures import number, percent
 from asyncsched.cli.loading import say
 from asyncsched.cli.tables import print_table
 from asyncsched.errors import INSTALL_TORCH
-from asyncsched.plotting import plot_timeline
+from asyncsched.plotting import GPU, plot_timeline
 from asyncsched.timeline import Timeline
 from sim.run import Result, simulate
 from sim.scenario import Scenario
@@ -145,7 +145,8 @@ def _draw(
         if device == "cpu"
         else "Measured, and simulated with the costs that were measured in sync"
     )
-    plot_timeline(panels, picture, steps=(first, first + DRAWN_STEPS - 1), title=title)
+    lane = "compute lane" if device == "cpu" else GPU
+    plot_timeline(panels, picture, steps=(first, first + DRAWN_STEPS - 1), title=title, device=lane)
 
 
 def _print(

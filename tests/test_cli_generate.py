@@ -599,7 +599,7 @@ def test_a_trace_and_a_picture_of_what_was_measured(model: str, folder: Path, ca
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert sorted(tracks.values()) == sorted(LANES)
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
-        f"{model}, depth 2: measured"
+        f"{Path(model).name}, depth 2: measured"
     }
     spans = [event for event in events if event["ph"] == "X"]
     assert {tracks[span["tid"]] for span in spans} == set(LANES)

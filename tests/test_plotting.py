@@ -70,6 +70,17 @@ def test_idle_shares_are_those_of_the_window(figures: list[Figure]) -> None:
     assert sync.get_xlim() == overlapped.get_xlim() == (0, 120)
 
 
+def test_a_picture_without_a_gpu_names_none_and_long_labels_leave_room(figures: list[Figure]) -> None:
+    name = "a-model-with-a-name-that-says-all-about-it-and-more.Q4_1.gguf, depth 3: measured"
+    plot_timeline([(name, timeline(9, depth=1))], Path("x.png"), steps=(2, 4), device="compute lane", title="On a CPU")
+    (panel,) = figures[0].axes
+    assert panel.get_title("left") == f"...{name[-47:]}"
+    texts = [panel.get_title("right"), *[tick.get_text() for tick in panel.get_yticklabels()]]
+    texts += [text.get_text() for legend in figures[0].legends for text in legend.get_texts()]
+    assert "compute lane active 75.0%, idle 25.0%; 3.0 steps done" in texts
+    assert not any("GPU" in text for text in texts)
+
+
 def test_gaps_are_hatched_and_named(figures: list[Figure]) -> None:
     plot_timeline([("sync", timeline(4, depth=1))], Path("x.png"), steps=(1, 3))
     (axes,) = figures[0].axes

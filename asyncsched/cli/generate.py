@@ -134,7 +134,7 @@ def generate(
     seconds = time.perf_counter() - started
     say(f"{ended.finished} requests, {ended.tokens} tokens in {seconds:.1f} s: {ended.tokens / seconds:.1f} tokens/s")
     if llm.timeline is not None:
-        label = f"{model}, depth {llm.config.depth}: measured"
+        label = f"{Path(model).name}, depth {llm.config.depth}: measured"
         write_timelines({label: llm.timeline}, trace=trace, plot=plot, on_cpu=llm.model.device.type == "cpu")
     ended.bad += len(problems)
     if ended.status:

@@ -21,12 +21,13 @@ def write_timelines(timelines: Mapping[str, Timeline], *, trace: Path | None, pl
     if trace is not None:
         write_output("--trace", trace, json.dumps(_side_by_side(timelines), allow_nan=False).encode())
     if plot is not None:
-        from asyncsched.plotting import plot_timeline
+        from asyncsched.plotting import GPU, plot_timeline
 
         count = min(1 + max(span.step for span in timeline.spans) for timeline in timelines.values())
         first = max(count // 2 - PLOTTED_STEPS // 2, 0)
         steps = (first, min(first + PLOTTED_STEPS, count) - 1)
-        plot_timeline(list(timelines.items()), plot, steps=steps, title=ON_CPU if on_cpu else None)
+        title, device = (ON_CPU, "compute lane") if on_cpu else (None, GPU)
+        plot_timeline(list(timelines.items()), plot, steps=steps, title=title, device=device)
 
 
 def _from_zero(timeline: Timeline) -> Timeline:
