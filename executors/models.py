@@ -155,7 +155,9 @@ class Model:
 
     @torch.no_grad()
     def forward(self, view: StepView, kv: KvCache) -> torch.Tensor:
-        """Logits float32 [num_samples, vocab_size]; writes the step's KV, then attends through the block tables."""
+        """Logits [num_samples, vocab_size], of the type that the model gives them; writes the step's KV, then attends
+        through the block tables.
+        """
         wanted = view.logits_at.long()
         tokens = view.token_ids.long()[None]
         with during(PagedStep.begin(view, kv, self._index, self.backend)):
@@ -167,7 +169,7 @@ class Model:
                 **({"logits_to_keep": wanted} if self._keeps_logits else {}),
             )
         logits = output.logits[0]
-        return (logits if self._keeps_logits else logits[wanted]).float()
+        return logits if self._keeps_logits else logits[wanted]
 
     def self_check(self) -> None:
         """Compares logits through the cache with those of the model's own attention; raises UnsupportedModelError."""

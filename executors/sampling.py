@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from executors.logprobs import logprob_words, packed_logprobs
+from executors.logprobs import logprob_words
 from executors.noise import exponentials
 from executors.sampling_layout import IN_PROMPT, MAX_EDITS, Features, Word
 from executors.sampling_state import SamplerState
@@ -35,16 +35,17 @@ class Sampled(NamedTuple):
 
 
 def sample(logits: Tensor, words: Tensor, state: SamplerState, features: int) -> Sampled:
-    """Samples from `logits`, float32[m, V], with the parameters `words`, int32[m, NUM_WORDS], and counts the tokens.
+    """Samples from `logits`, floating-point [m, V], with parameters `words`, int32[m, NUM_WORDS]; counts the tokens.
 
     `logits` are left as they are. What the features keep in `state` must be allocated. On a CUDA device a few kernels
     do it; they give the tokens of `sample_plain`.
     """
-    return (_sample_fused if logits.is_cuda else sample_plain)(logits, words, state, features)
+    return (sample_fused if logits.is_cuda else sample_plain)(logits, words, state, features)
 
 
 def sample_plain(logits: Tensor, words: Tensor, state: SamplerState, features: int) -> Sampled:
     """`sample`, operation by operation: the reference, and what runs where there are no kernels."""
+    logits = logits.float()
     params = _Params(words)
     edited = _edited(logits, params, state) if features & Features.EDITS else logits
     if features & Features.PENALTIES:
@@ -60,18 +61,15 @@ def sample_plain(logits: Tensor, words: Tensor, state: SamplerState, features: i
     return Sampled(tokens.to(torch.int32), logprobs)
 
 
-def _sample_fused(logits: Tensor, words: Tensor, state: SamplerState, features: int) -> Sampled:
-    from executors import triton_sampling  # there is no Triton where there is no GPU
+def sample_fused(logits: Tensor, words: Tensor, state: SamplerState, features: int) -> Sampled:
+    """`sample` by Triton's kernels."""
+    from executors import triton_logprobs, triton_sampling  # there is no Triton where there is no GPU
 
-    counts = state.counts if features & Features.PENALTIES else None
-    edited = _edited(logits, _Params(words), state) if features & Features.EDITS else logits
-    if counts is not None:
-        edited = triton_sampling.penalise(edited, words, counts)
-    tokens = triton_sampling.draw(edited, words, state.hashes, counts, features)
+    tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    triton_sampling.draw(logits, words, state, features, tokens)
     if not features & Features.LOGPROBS:
         return Sampled(tokens, None)
-    logprobs = packed_logprobs(logits, *triton_sampling.rank(logits, tokens), state.num_logprobs)
-    return Sampled(tokens, logprobs)
+    return Sampled(tokens, triton_logprobs.logprob_words(logits, tokens, state.num_logprobs))
 
 
 class _Params:

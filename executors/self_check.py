@@ -77,7 +77,7 @@ def _own_logits(module: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
 def _paged_logits(
     paged: Forward, kv: KvCache, sequences: Sequence[Sequence[int]], device: torch.device
 ) -> list[torch.Tensor]:
-    """Logits of each sequence, all positions, from the steps in STEPS."""
+    """Logits float32 of each sequence, all positions, from the steps in STEPS."""
     for pool in (*kv.keys, *kv.values):
         pool.fill_(torch.nan)
     order = (torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)) + 1).tolist()
@@ -89,7 +89,7 @@ def _paged_logits(
         chunks = [Chunk(sequences[i][done[i] : done[i] + counts[i]], done[i], blocks[i]) for i in turn]
         logits = paged(view_of(chunks, block_size=BLOCK_SIZE, device=device, all_logits=True), kv)
         for i, part in zip(turn, logits.split([counts[i] for i in turn]), strict=True):
-            parts[i].append(part)
+            parts[i].append(part.float())
             done[i] += counts[i]
     return [torch.cat(of_sequence) for of_sequence in parts]
 

@@ -1,12 +1,17 @@
-"""The sampler in Triton, for CUDA devices: penalties, the draw and log-probabilities, a row's draw in one program.
+"""The sampler in Triton, for CUDA devices: edits, penalties and the draw, a few kernels over parts of rows.
 
 It gives the tokens of `sampling.sample_plain`, and finds them in another way. The largest weight / noise over the
-tokens that top_p keeps is the largest over all tokens, if that one is kept. So a token is drawn from all; the weight
-above its own says whether top_p keeps it; if not, whatever weighs no more is out too, and the draw is repeated over the
-rest. No threshold is searched, and most rows are done after one round, whatever the shape of their distribution. Top_k
-needs its threshold, because the weight of what it keeps is what top_p takes its share of.
+tokens that top_p keeps is the largest over all tokens, if that one is kept. If the weight above its own says that it is
+not, whatever weighs no more is out too, and the next candidate is the largest over the rest; most rows keep one of the
+first few. So no threshold is searched for top_p. Top_k needs its own, because the weight of what it keeps is what
+top_p takes its share of.
 
-Everything that is summed to decide on a token is an integer, and a row is one program's alone: no batch changes a
+A row of logits is divided into parts of BLOCK tokens, and a program takes one part, once per pass: the peak, with edits
+and penalties; the candidates; the weight above each. Candidates of parts merge: those of a part get heavier down the
+list, and the best token of a part that weighs more than some bound is the first of its list that does. A row whose
+candidates are all out, or whose lists were too short to tell, is gone through again by one program.
+
+Everything that is summed to decide on a token is an integer, and parts are the same in every batch: no batch changes a
 token. Products and sums are not contracted, and logarithms and exponentials are those of torch's own kernels.
 """
 # ruff: noqa: N803, SIM102  # constants of a kernel are upper case, and conditions on them stand alone
@@ -19,322 +24,463 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
-from executors.sampling_layout import IN_PROMPT, Features, Word
+from executors.sampling_layout import IN_PROMPT, MAX_EDITS, Features, Word
+from executors.sampling_state import SamplerState
+from executors.triton_weights import (
+    LOWEST_KEY,
+    ONE,
+    candidate_of,
+    draw_again,
+    exponential,
+    kth_key,
+    token_of,
+    weight_of,
+)
 
-BLOCK = 8192  # tokens a program looks at together
-NUM_WARPS = 16
-PENALTY_BLOCK = 4096
+BLOCK = 4096  # tokens of a part
+NUM_WARPS = 8
+CANDIDATES = 4  # of a part, and of a row, where top_p may leave tokens out
+WHOLE_BLOCK = 8192  # tokens that a program which goes through whole rows looks at together
+WHOLE_WARPS = 16
 
 _ROW, _KEY = tl.constexpr(int(Word.ROW)), tl.constexpr(int(Word.KEY))
+_NUM_EDITS = tl.constexpr(int(Word.NUM_EDITS))
 _TOP_K, _TOP_P = tl.constexpr(int(Word.TOP_K)), tl.constexpr(int(Word.TOP_P))
 _MIN_P, _INV_TEMPERATURE = tl.constexpr(int(Word.MIN_P)), tl.constexpr(int(Word.INV_TEMPERATURE))
 _REPETITION, _PRESENCE = tl.constexpr(int(Word.REPETITION)), tl.constexpr(int(Word.PRESENCE))
 _FREQUENCY = tl.constexpr(int(Word.FREQUENCY))
 _IN_OUTPUT = tl.constexpr(IN_PROMPT - 1)
-_ONE = tl.constexpr(2.0**44)  # see thresholds.py
-_LOWEST_KEY = tl.constexpr(-(0x7F800000 + 1))  # that of -infinity
-_IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no libdevice
+_MAX_EDITS = tl.constexpr(MAX_EDITS)
+_EDIT_BLOCK = tl.constexpr(256)
+_NO_BOUND = tl.constexpr(0x7FFFFFFF)  # as bits of a weight: heavier than all
 _EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
 
-def penalise(logits: Tensor, words: Tensor, counts: Tensor) -> Tensor:
-    """float32[m, V]: the logits with penalties, for what each row has counted."""
+def draw(logits: Tensor, words: Tensor, state: SamplerState, features: int, tokens: Tensor) -> None:
+    """Writes a token per row to `tokens`, int32[m]; NO_TOKEN where there is none. With penalties, it is counted.
+
+    `logits` are [m, V] of any floating-point type and are left as they are.
+    """
     rows, vocab_size = logits.shape
-    penalised = torch.empty_like(logits)
-    grid = (rows, triton.cdiv(vocab_size, PENALTY_BLOCK))
-    _penalise[grid](
+    if not rows:
+        return
+    has_edits, has_penalties = bool(features & Features.EDITS), bool(features & Features.PENALTIES)
+    has_top_p = bool(features & Features.TOP_P)
+    num_parts, num_candidates = triton.cdiv(vocab_size, BLOCK), CANDIDATES if has_top_p else 1
+    parts, padded = (rows, num_parts), triton.next_power_of_2(num_parts)
+
+    def room(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    edited = room(rows, vocab_size, dtype=torch.float32) if has_edits or has_penalties else logits
+    peaks, places = room(*parts, dtype=torch.float32), room(*parts, dtype=torch.int32)
+    _find_peaks[parts](
         logits,
         words,
-        counts,
-        penalised,
+        state.counts if has_penalties else places,
+        state.edit_tokens if has_edits else places,
+        state.edit_values if has_edits else peaks,
+        edited,
+        peaks,
+        places,
         vocab_size,
         logits.stride(0),
         words.stride(0),
-        penalised.stride(0),
-        BLOCK=PENALTY_BLOCK,
-        num_warps=8,
-        **_EXACT,
-    )
-    return penalised
-
-
-def draw(logits: Tensor, words: Tensor, hashes: Tensor, counts: Tensor | None, features: int) -> Tensor:
-    """A token per row, int32[m]; NO_TOKEN where there is none. `counts`, if any, gets each token counted."""
-    rows, vocab_size = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    _draw[(rows,)](
-        logits,
-        words,
-        hashes,
-        tokens if counts is None else counts,
-        tokens,
-        vocab_size,
-        logits.stride(0),
-        words.stride(0),
-        RANDOM=bool(features & Features.RANDOM),
-        MIN_P=bool(features & Features.MIN_P),
-        TOP_K=bool(features & Features.TOP_K),
-        TOP_P=bool(features & Features.TOP_P),
-        COUNTS=counts is not None,
+        EDITS=has_edits,
+        PENALTIES=has_penalties,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
         **_EXACT,
     )
-    return tokens
-
-
-def rank(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row's token: its log-probability, float32[m, 1]; rank, int32[m, 1]; and the row's log-sum-exp."""
-    rows, vocab_size = logits.shape
-    logprobs = torch.empty(rows, 1, dtype=torch.float32, device=logits.device)
-    normalisers, ranks = torch.empty_like(logprobs), torch.empty_like(logprobs, dtype=torch.int32)
-    _rank[(rows,)](
-        logits, tokens, logprobs, ranks, normalisers, vocab_size, logits.stride(0), BLOCK=BLOCK, num_warps=NUM_WARPS
+    least_keys, candidates, weights, totals, above = places, peaks, places, peaks, peaks
+    if features & Features.RANDOM:
+        if features & Features.TOP_K:
+            least_keys = room(rows, dtype=torch.int32)
+            _find_least_keys[(rows,)](
+                edited,
+                words,
+                peaks,
+                places,
+                least_keys,
+                vocab_size,
+                edited.stride(0),
+                words.stride(0),
+                num_parts,
+                PARTS=padded,
+                BLOCK=WHOLE_BLOCK,
+                num_warps=WHOLE_WARPS,
+                **_EXACT,
+            )
+        candidates = room(*parts, num_candidates, dtype=torch.int64)
+        weights, totals = torch.empty_like(candidates, dtype=torch.int32), room(*parts, dtype=torch.int64)
+        cuts = {"MIN_P": bool(features & Features.MIN_P), "TOP_K": bool(features & Features.TOP_K)}
+        _find_candidates[parts](
+            edited,
+            words,
+            state.hashes,
+            peaks,
+            places,
+            least_keys,
+            candidates,
+            weights,
+            totals,
+            vocab_size,
+            edited.stride(0),
+            words.stride(0),
+            **cuts,
+            TOP_P=has_top_p,
+            CANDIDATES=num_candidates,
+            PARTS=padded,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+            **_EXACT,
+        )
+        if has_top_p:
+            above = room(rows, num_candidates, num_parts, dtype=torch.int64)
+            _weigh_above[parts](
+                edited,
+                words,
+                peaks,
+                places,
+                least_keys,
+                candidates,
+                weights,
+                above,
+                vocab_size,
+                edited.stride(0),
+                words.stride(0),
+                **cuts,
+                CANDIDATES=num_candidates,
+                PARTS=padded,
+                BLOCK=BLOCK,
+                num_warps=NUM_WARPS,
+                **_EXACT,
+            )
+    else:
+        cuts = {"MIN_P": False, "TOP_K": False}
+    is_whole = has_top_p and bool(features & Features.RANDOM)
+    _choose[(rows,)](
+        edited,
+        words,
+        state.hashes,
+        peaks,
+        places,
+        least_keys,
+        candidates,
+        weights,
+        totals,
+        above,
+        state.counts if has_penalties else places,
+        tokens,
+        vocab_size,
+        edited.stride(0),
+        words.stride(0),
+        num_parts,
+        RANDOM=bool(features & Features.RANDOM),
+        **cuts,
+        TOP_P=has_top_p,
+        COUNTS=has_penalties,
+        CANDIDATES=num_candidates,
+        PARTS=padded,
+        BLOCK=WHOLE_BLOCK,
+        num_warps=WHOLE_WARPS if is_whole else 1,
+        **_EXACT,
     )
-    return logprobs, ranks, normalisers
 
 
 @triton.jit
-def _penalise(
-    logits, words, counts, penalised, vocab_size, logits_stride, words_stride, penalised_stride, BLOCK: tl.constexpr
-):
-    seq = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < vocab_size
-    ints = words + seq * words_stride
-    floats = ints.to(tl.pointer_type(tl.float32))
-    row = tl.load(ints + _ROW).to(tl.int64)
-    repetition = tl.load(floats + _REPETITION)
-    logit = tl.load(logits + seq * logits_stride + at, mask=inside)
-    count = tl.load(counts + row * vocab_size + at, mask=inside, other=0)
-    repeated = tl.where(logit > 0, tl.div_rn(logit, tl.zeros_like(logit) + repetition), logit * repetition)
-    in_output = count & _IN_OUTPUT
-    penalty = tl.load(floats + _FREQUENCY) * in_output.to(tl.float32)
-    penalty += tl.load(floats + _PRESENCE) * (in_output > 0).to(tl.float32)
-    value = tl.where(count != 0, repeated, logit) - penalty
-    tl.store(penalised + seq * penalised_stride + at, value, mask=inside)
-
-
-@triton.jit
-def _draw(
+def _find_peaks(
     logits,
     words,
-    hashes,
     counts,
-    tokens,
+    edit_tokens,
+    edit_values,
+    edited,
+    peaks,
+    places,
     vocab_size,
     logits_stride,
     words_stride,
+    EDITS: tl.constexpr,
+    PENALTIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, part): the largest logit, the first of equals, with edits and penalties; NaN where there is one."""
+    seq, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin = part * BLOCK
+    at = begin + tl.arange(0, BLOCK)
+    inside = at < vocab_size
+    logit = tl.load(logits + seq * logits_stride + at, mask=inside, other=float("-inf")).to(tl.float32)
+    target = edited + seq * vocab_size
+    ints = words + seq * words_stride
+    if EDITS:
+        num_edits = tl.load(ints + _NUM_EDITS)
+        if num_edits > 0:
+            # A token has two edits at most, and then one of them is -infinity: their order does not matter.
+            tl.store(target + at, logit, mask=inside)
+            tl.debug_barrier()
+            first_edit = tl.load(ints + _ROW).to(tl.int64) * _MAX_EDITS
+            for first in range(0, num_edits, _EDIT_BLOCK):
+                index = first + tl.arange(0, _EDIT_BLOCK)
+                token = tl.load(edit_tokens + first_edit + index, mask=index < num_edits, other=-1)
+                amount = tl.load(edit_values + first_edit + index, mask=index < num_edits, other=0.0)
+                tl.atomic_add(target + token, amount, mask=(token >= begin) & (token < begin + BLOCK))
+            tl.debug_barrier()
+            logit = tl.load(target + at, mask=inside, other=float("-inf"), cache_modifier=".cg")
+    if PENALTIES:
+        floats = ints.to(tl.pointer_type(tl.float32))
+        row = tl.load(ints + _ROW).to(tl.int64)
+        repetition = tl.load(floats + _REPETITION)
+        count = tl.load(counts + row * vocab_size + at, mask=inside, other=0)
+        repeated = tl.where(logit > 0, tl.div_rn(logit, tl.zeros_like(logit) + repetition), logit * repetition)
+        in_output = count & _IN_OUTPUT
+        penalty = tl.load(floats + _FREQUENCY) * in_output.to(tl.float32)
+        penalty += tl.load(floats + _PRESENCE) * (in_output > 0).to(tl.float32)
+        logit = tl.where(count != 0, repeated, logit) - penalty
+    if EDITS or PENALTIES:
+        tl.store(target + at, logit, mask=inside)
+    is_nan = logit != logit
+    peak = tl.max(tl.where(is_nan, float("-inf"), logit), 0)
+    place = tl.min(tl.where(inside & (logit == peak), at, vocab_size), 0)
+    out = seq * tl.num_programs(1) + part
+    tl.store(peaks + out, tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), peak))
+    tl.store(places + out, place)
+
+
+@triton.jit
+def _peak(peaks, places, seq, num_parts, vocab_size, PARTS: tl.constexpr):
+    """Of a row: the largest logit, where it comes first, and whether the row has a token at all."""
+    parts = tl.arange(0, PARTS)
+    of_parts = tl.load(peaks + seq * num_parts + parts, mask=parts < num_parts, other=float("-inf"))
+    place = tl.load(places + seq * num_parts + parts, mask=parts < num_parts, other=vocab_size)
+    is_nan = of_parts != of_parts
+    peak = tl.max(tl.where(is_nan, float("-inf"), of_parts), 0)
+    token = tl.min(tl.where(of_parts == peak, place, vocab_size), 0)
+    is_usable = (tl.max(is_nan.to(tl.int32), 0) == 0) & (peak < float("inf")) & (peak > float("-inf"))
+    return peak, token, is_usable
+
+
+@triton.jit
+def _find_least_keys(
+    edited,
+    words,
+    peaks,
+    places,
+    least_keys,
+    vocab_size,
+    edited_stride,
+    words_stride,
+    num_parts,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row): the key that top_k's tokens reach."""
+    seq = tl.program_id(0).to(tl.int64)
+    ints = words + seq * words_stride
+    k = tl.load(ints + _TOP_K)
+    inverse = tl.load(ints.to(tl.pointer_type(tl.float32)) + _INV_TEMPERATURE)
+    peak, _first, is_usable = _peak(peaks, places, seq, num_parts, vocab_size, PARTS)
+    least_key = tl.zeros([], tl.int32) + LOWEST_KEY
+    if is_usable & (inverse > 0) & (k < vocab_size):
+        least_key = kth_key(edited + seq * edited_stride, tl.arange(0, BLOCK), vocab_size, k, peak, BLOCK)
+    tl.store(least_keys + seq, least_key)
+
+
+@triton.jit
+def _find_candidates(
+    edited,
+    words,
+    hashes,
+    peaks,
+    places,
+    least_keys,
+    candidates,
+    weights,
+    totals,
+    vocab_size,
+    edited_stride,
+    words_stride,
+    MIN_P: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, part): the part's whole weight, and its list: each has the best score of what is heavier than the
+    one before. The list ends with -1 where nothing is heavier.
+    """
+    seq, part, num_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    ints = words + seq * words_stride
+    floats = ints.to(tl.pointer_type(tl.float32))
+    inverse = tl.load(floats + _INV_TEMPERATURE)
+    peak, _first, is_usable = _peak(peaks, places, seq, num_parts, vocab_size, PARTS)
+    if is_usable & (inverse > 0):
+        at = part * BLOCK + tl.arange(0, BLOCK)
+        inside = at < vocab_size
+        logit = tl.load(edited + seq * edited_stride + at, mask=inside, other=float("-inf")).to(tl.float32)
+        least_key = 0
+        if TOP_K:
+            least_key = tl.load(least_keys + seq)
+        weight = weight_of(logit, peak, inverse, tl.load(floats + _MIN_P), least_key, MIN_P, TOP_K)
+        key_0 = tl.load(ints + _KEY).to(tl.uint32, bitcast=True)
+        key_1 = tl.load(ints + _KEY + 1).to(tl.uint32, bitcast=True)
+        noise = exponential(tl.load(hashes + at, mask=inside, other=0), key_0, key_1)
+        candidate = tl.where(inside, candidate_of(tl.div_rn(weight, noise), at), -1)
+        weight_bits = weight.to(tl.int32, bitcast=True)
+        out = seq * num_parts + part
+        if TOP_P:
+            tl.store(totals + out, tl.sum((weight * ONE).to(tl.int64), 0))
+        for i in tl.static_range(CANDIDATES):
+            best = tl.max(candidate, 0)
+            own = tl.max(tl.where(candidate == best, weight_bits, -1), 0)
+            own = tl.where(best < 0, _NO_BOUND, own)
+            tl.store(candidates + out * CANDIDATES + i, best)
+            tl.store(weights + out * CANDIDATES + i, own)
+            candidate = tl.where(weight_bits > own, candidate, -1)
+
+
+@triton.jit
+def _lists(candidates, weights, seq, num_parts, CANDIDATES: tl.constexpr, PARTS: tl.constexpr):
+    """The lists of a row's parts, and which of their entries are the last there is room for."""
+    index = tl.arange(0, PARTS * CANDIDATES)
+    inside = index < num_parts * CANDIDATES
+    first = seq * num_parts * CANDIDATES
+    candidate = tl.load(candidates + first + index, mask=inside, other=-1)
+    weight = tl.load(weights + first + index, mask=inside, other=_NO_BOUND)
+    return candidate, weight, index % CANDIDATES == CANDIDATES - 1
+
+
+@triton.jit
+def _next(candidate, weight, is_last, bound):
+    """From the lists: the best candidate that is heavier than `bound`, its weight, and whether the lists can tell."""
+    best = tl.max(tl.where(weight > bound, candidate, -1), 0)
+    own = tl.max(tl.where((candidate == best) & (candidate >= 0), weight, -1), 0)
+    is_known = tl.max((is_last & (weight <= bound)).to(tl.int32), 0) == 0
+    return best, own, is_known & (best >= 0)
+
+
+@triton.jit
+def _weigh_above(
+    edited,
+    words,
+    peaks,
+    places,
+    least_keys,
+    candidates,
+    weights,
+    above,
+    vocab_size,
+    edited_stride,
+    words_stride,
+    MIN_P: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, part): what the part's tokens weigh that are heavier than each candidate of the row."""
+    seq, part, num_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    floats = (words + seq * words_stride).to(tl.pointer_type(tl.float32))
+    inverse = tl.load(floats + _INV_TEMPERATURE)
+    peak, _first, is_usable = _peak(peaks, places, seq, num_parts, vocab_size, PARTS)
+    if is_usable & (inverse > 0) & (tl.load(floats + _TOP_P) < 1):
+        at = part * BLOCK + tl.arange(0, BLOCK)
+        logit = tl.load(edited + seq * edited_stride + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
+        least_key = 0
+        if TOP_K:
+            least_key = tl.load(least_keys + seq)
+        weight = weight_of(logit, peak, inverse, tl.load(floats + _MIN_P), least_key, MIN_P, TOP_K)
+        weight_bits = weight.to(tl.int32, bitcast=True)
+        share = (weight * ONE).to(tl.int64)
+        candidate, listed, is_last = _lists(candidates, weights, seq, num_parts, CANDIDATES, PARTS)
+        bound = -1
+        for i in tl.static_range(CANDIDATES):
+            _best, own, is_known = _next(candidate, listed, is_last, bound)
+            bound = tl.where(is_known, own, _NO_BOUND)
+            heavier = tl.sum(tl.where(weight_bits > bound, share, 0), 0)
+            tl.store(above + (seq * CANDIDATES + i) * num_parts + part, heavier)
+
+
+@triton.jit
+def _choose(
+    edited,
+    words,
+    hashes,
+    peaks,
+    places,
+    least_keys,
+    candidates,
+    weights,
+    totals,
+    above,
+    counts,
+    tokens,
+    vocab_size,
+    edited_stride,
+    words_stride,
+    num_parts,
     RANDOM: tl.constexpr,
     MIN_P: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     COUNTS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Program (row): the token, from what is known of the parts; only if that is not enough, from all tokens."""
     seq = tl.program_id(0).to(tl.int64)
-    line = logits + seq * logits_stride
     ints = words + seq * words_stride
     floats = ints.to(tl.pointer_type(tl.float32))
-    lanes = tl.arange(0, BLOCK)
-
-    # The largest logit, the first of equals.
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    place = tl.zeros([BLOCK], tl.int32)
-    is_nan = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, vocab_size, BLOCK):
-        logit = tl.load(line + start + lanes, mask=start + lanes < vocab_size, other=float("-inf"))
-        is_better = logit > best
-        best = tl.where(is_better, logit, best)
-        place = tl.where(is_better, start + lanes, place)
-        is_nan |= (logit != logit).to(tl.int32)
-    peak = tl.max(best, 0)
-    token = tl.min(tl.where(best == peak, place, vocab_size), 0)
-    is_usable = (tl.max(is_nan, 0) == 0) & (peak < float("inf")) & (peak > float("-inf"))
-
+    peak, token, is_usable = _peak(peaks, places, seq, num_parts, vocab_size, PARTS)
     if RANDOM:
         inverse = tl.load(floats + _INV_TEMPERATURE)
         if is_usable & (inverse > 0):
-            least_weight = tl.load(floats + _MIN_P)
-            share = tl.load(floats + _TOP_P)
-            key_0 = tl.load(ints + _KEY).to(tl.uint32, bitcast=True)
-            key_1 = tl.load(ints + _KEY + 1).to(tl.uint32, bitcast=True)
-            least_key = _LOWEST_KEY
-            if TOP_K:
-                least_key = _kth_key(line, lanes, vocab_size, tl.load(ints + _TOP_K), peak, BLOCK)
-            out_to = -1  # bits of a weight: tokens that weigh no more are known to be out
-            needed = tl.zeros([], tl.int64)  # of the weight that is left, so much has to be kept
-            is_drawn = 0
-            while is_drawn == 0:
-                score = tl.full([BLOCK], -1.0, tl.float32)
-                place = tl.zeros([BLOCK], tl.int32)
-                total = tl.zeros([BLOCK], tl.int64)
-                for start in range(0, vocab_size, BLOCK):
-                    inside = start + lanes < vocab_size
-                    logit = tl.load(line + start + lanes, mask=inside, other=float("-inf"))
-                    weight = _weight(logit, peak, inverse, least_weight, least_key, MIN_P, TOP_K)
-                    noise = _exponential(tl.load(hashes + start + lanes, mask=inside, other=0), key_0, key_1)
-                    drawn = tl.where(weight.to(tl.int32, bitcast=True) > out_to, tl.div_rn(weight, noise), -1.0)
-                    is_better = drawn > score
-                    score = tl.where(is_better, drawn, score)
-                    place = tl.where(is_better, start + lanes, place)
-                    if TOP_P:
-                        total += (weight * _ONE).to(tl.int64)
-                token = tl.min(tl.where(score == tl.max(score, 0), place, vocab_size), 0)
-                is_drawn = 1
-                if TOP_P:
-                    if share < 1:
-                        if out_to < 0:
-                            whole = tl.sum(total, 0).to(tl.float64)
-                            needed = tl.maximum(tl.ceil(share.to(tl.float64) * whole).to(tl.int64), 1)
-                        logit = tl.load(line + token)
-                        own = _weight(logit, peak, inverse, least_weight, least_key, MIN_P, TOP_K)
-                        if (
-                            _weight_above(
-                                own,
-                                line,
-                                lanes,
-                                vocab_size,
-                                peak,
-                                inverse,
-                                least_weight,
-                                least_key,
-                                MIN_P,
-                                TOP_K,
-                                BLOCK,
-                            )
-                            >= needed
-                        ):
-                            out_to = own.to(tl.int32, bitcast=True)
-                            is_drawn = 0
+            candidate, listed, is_last = _lists(candidates, weights, seq, num_parts, CANDIDATES, PARTS)
+            best, own, is_known = _next(candidate, listed, is_last, -1)
+            token = token_of(best)
+            if TOP_P:
+                share = tl.load(floats + _TOP_P)
+                if share < 1:
+                    parts = tl.arange(0, PARTS)
+                    of_parts = tl.load(totals + seq * num_parts + parts, mask=parts < num_parts, other=0)
+                    whole = tl.sum(of_parts, 0).to(tl.float64)
+                    needed = tl.maximum(tl.ceil(share.to(tl.float64) * whole).to(tl.int64), 1)
+                    bound = -1  # bits of a weight: tokens that weigh no more are known to be out
+                    is_kept = 0
+                    for i in tl.static_range(CANDIDATES):
+                        best, own, is_known = _next(candidate, listed, is_last, bound)
+                        line = above + (seq * CANDIDATES + i) * num_parts
+                        heavier = tl.sum(tl.load(line + parts, mask=parts < num_parts, other=0), 0)
+                        is_tried = is_known & (is_kept == 0)
+                        bound = tl.where(is_tried, own, bound)
+                        token = tl.where(is_tried, token_of(best), token)
+                        is_kept = tl.where(is_tried & (heavier < needed), 1, is_kept)
+                    if is_kept == 0:
+                        least_key = 0
+                        if TOP_K:
+                            least_key = tl.load(least_keys + seq)
+                        token = draw_again(
+                            edited + seq * edited_stride,
+                            hashes,
+                            tl.load(ints + _KEY).to(tl.uint32, bitcast=True),
+                            tl.load(ints + _KEY + 1).to(tl.uint32, bitcast=True),
+                            vocab_size,
+                            peak,
+                            inverse,
+                            tl.load(floats + _MIN_P),
+                            least_key,
+                            bound,
+                            needed,
+                            MIN_P,
+                            TOP_K,
+                            BLOCK,
+                        )
 
     tl.store(tokens + seq, tl.where(is_usable, token, -1))
     if COUNTS:
         if is_usable:
             row = tl.load(ints + _ROW).to(tl.int64)
             tl.atomic_add(counts + row * vocab_size + token, 1)
-
-
-@triton.jit
-def _weight(logit, peak, inverse, least_weight, least_key, MIN_P: tl.constexpr, TOP_K: tl.constexpr):
-    """From 0 to 1; 0 for what min_p and top_k leave out."""
-    weight = _exp((logit - peak) * inverse)
-    if MIN_P:
-        weight = tl.where(weight >= least_weight, weight, 0.0)
-    if TOP_K:
-        weight = tl.where(_order(logit) >= least_key, weight, 0.0)
-    return weight
-
-
-@triton.jit
-def _weight_above(
-    own,
-    line,
-    lanes,
-    vocab_size,
-    peak,
-    inverse,
-    least_weight,
-    least_key,
-    MIN_P: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The weight of all tokens that weigh more than `own`, as an integer."""
-    above = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, vocab_size, BLOCK):
-        logit = tl.load(line + start + lanes, mask=start + lanes < vocab_size, other=float("-inf"))
-        weight = _weight(logit, peak, inverse, least_weight, least_key, MIN_P, TOP_K)
-        above += (tl.where(weight > own, weight, 0.0) * _ONE).to(tl.int64)
-    return tl.sum(above, 0)
-
-
-@triton.jit
-def _kth_key(line, lanes, vocab_size, k, peak, BLOCK: tl.constexpr):
-    """A key that the `k` largest logits reach, and what equals the k-th of them, and nothing else."""
-    low = tl.zeros([], tl.int64) + _LOWEST_KEY  # k or more reach it
-    high = _order(peak).to(tl.int64) + 1  # fewer than k reach it
-    at_low = vocab_size
-    while (high - low > 1) & (at_low != k):
-        quarter = (high - low) // 4
-        first = tl.maximum(low + quarter, low + 1)
-        second = low + (high - low) // 2
-        third = tl.minimum(second + quarter, high - 1)
-        num_first = tl.zeros([BLOCK], tl.int32)
-        num_second = tl.zeros([BLOCK], tl.int32)
-        num_third = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, vocab_size, BLOCK):
-            inside = start + lanes < vocab_size
-            key = _order(tl.load(line + start + lanes, mask=inside, other=float("-inf")))
-            num_first += (inside & (key >= first.to(tl.int32))).to(tl.int32)
-            num_second += (inside & (key >= second.to(tl.int32))).to(tl.int32)
-            num_third += (inside & (key >= third.to(tl.int32))).to(tl.int32)
-        at_first, at_second, at_third = tl.sum(num_first, 0), tl.sum(num_second, 0), tl.sum(num_third, 0)
-        if at_third >= k:
-            low, at_low = third, at_third
-        elif at_second >= k:
-            low, at_low, high = second, at_second, third
-        elif at_first >= k:
-            low, at_low, high = first, at_first, second
-        else:
-            high = first
-    return low.to(tl.int32)
-
-
-@triton.jit
-def _order(logit):
-    """An integer that compares like the logit; 0.0 and -0.0 are one number."""
-    bits = (logit + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _exponential(hash, key_0, key_1):
-    """See noise.py."""
-    x = hash.to(tl.uint32, bitcast=True) ^ key_0
-    x *= 0x7FEB352D
-    x = x ^ (x >> 15) ^ key_1
-    x *= 0x846CA68B
-    x = (x ^ (x >> 16)) & 0x7FFFFFFF
-    uniform = tl.minimum((x.to(tl.int32, bitcast=True).to(tl.float32) + 0.5) * 2.0**-31, 1 - 2.0**-24)
-    return -_log1p(-uniform)
-
-
-@triton.jit
-def _exp(x):
-    if _IS_COMPILED:
-        return libdevice.exp(x)
-    return tl.exp(x)
-
-
-@triton.jit
-def _log1p(x):
-    if _IS_COMPILED:
-        return libdevice.log1p(x)
-    one_more = 1 + x
-    return tl.where(one_more == 1, x, tl.log(one_more) * x / tl.where(one_more == 1, 1.0, one_more - 1))
-
-
-@triton.jit
-def _rank(logits, tokens, logprobs, ranks, normalisers, vocab_size, logits_stride, BLOCK: tl.constexpr):
-    seq = tl.program_id(0).to(tl.int64)
-    line = logits + seq * logits_stride
-    lanes = tl.arange(0, BLOCK)
-    own = tl.load(line + tl.maximum(tl.load(tokens + seq), 0))
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    above = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, vocab_size, BLOCK):
-        logit = tl.load(line + start + lanes, mask=start + lanes < vocab_size, other=float("-inf"))
-        best = tl.maximum(best, logit)
-        above += (logit > own).to(tl.int32)
-    peak = tl.max(best, 0)
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        logit = tl.load(line + start + lanes, mask=start + lanes < vocab_size, other=float("-inf"))
-        total += _exp(logit - peak)
-    normaliser = peak + tl.log(tl.sum(total, 0))
-    tl.store(logprobs + seq, own - normaliser)
-    tl.store(ranks + seq, tl.sum(above, 0) + 1)
-    tl.store(normalisers + seq, normaliser)

@@ -72,9 +72,10 @@ class Batch:
         return sample(logits[rows].to(device), self.words(rows).to(device), self.state, Features.ALL)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0.2, 1.0, 4.0])
 @pytest.mark.parametrize("features", [Features.NONE, Features.RANDOM, Features.RANDOM | Features.TOP_P, Features.ALL])
-def test_the_kernels_give_the_tokens_of_the_plain_sampler(scale: float, features: int) -> None:
+def test_the_kernels_give_the_tokens_of_the_plain_sampler(scale: float, features: int, dtype: torch.dtype) -> None:
     """Flat and peaked logits, ties, rows without usable logits; counts that grow from step to step."""
     rows, kernels, plain = list(range(ROWS)), Batch(CUDA), Batch(CUDA)
     words, tokens = plain.words(rows).cuda(), set()
@@ -82,7 +83,7 @@ def test_the_kernels_give_the_tokens_of_the_plain_sampler(scale: float, features
         logits = logits_of(100 + step) * scale
         logits[3], logits[4], logits[5] = torch.nan, -torch.inf, 1.0
         logits[6, 7], logits[7, ::2] = torch.inf, -torch.inf
-        logits = logits.cuda()
+        logits = logits.cuda().to(dtype)
         expected = sample_plain(logits, words, plain.state, features)
         found = sample(logits, words, kernels.state, features)
         assert torch.equal(found.tokens, expected.tokens)
@@ -90,6 +91,8 @@ def test_the_kernels_give_the_tokens_of_the_plain_sampler(scale: float, features
         if expected.logprobs is not None and found.logprobs is not None:
             good = expected.tokens >= 0
             assert torch.equal(found.logprobs[good, 1], expected.logprobs[good, 1])  # ranks
+            most_likely = logits[good].float().argsort(dim=-1, descending=True, stable=True)[:, :20]
+            assert torch.equal(found.logprobs[good, 2:22].long(), most_likely)
             for part in (slice(0, 1), slice(22, 42)):
                 torch.testing.assert_close(
                     found.logprobs[good, part].contiguous().view(torch.float32),
@@ -97,6 +100,21 @@ def test_the_kernels_give_the_tokens_of_the_plain_sampler(scale: float, features
                 )
     assert torch.equal(kernels.state.counts, plain.state.counts)
     assert len(tokens) > ROWS
+
+
+@pytest.mark.parametrize("candidates", [1, 2])
+def test_rows_whose_first_candidates_are_all_out_are_gone_through_again(
+    candidates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from executors import triton_sampling
+
+    monkeypatch.setattr(triton_sampling, "CANDIDATES", candidates)
+    rows, kernels, plain = list(range(ROWS)), Batch(CUDA), Batch(CUDA)
+    words = plain.words(rows).cuda()
+    for step in range(20):
+        logits = logits_of(step).cuda()
+        expected = sample_plain(logits, words, plain.state, Features.ALL)
+        assert torch.equal(sample(logits, words, kernels.state, Features.ALL).tokens, expected.tokens)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-20])
