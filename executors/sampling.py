@@ -34,16 +34,18 @@ class Sampled(NamedTuple):
     logprobs: Tensor | None
 
 
-def sample(logits: Tensor, words: Tensor, state: SamplerState, features: int) -> Sampled:
+def sample(logits: Tensor, words: Tensor, state: SamplerState, features: int, out: Tensor | None = None) -> Sampled:
     """Samples from `logits`, floating-point [m, V], with parameters `words`, int32[m, NUM_WORDS]; counts the tokens.
 
-    `logits` are left as they are. What the features keep in `state` must be allocated. On a CUDA device a few kernels
-    do it; they give the tokens of `sample_plain`.
+    `logits` are left as they are; `out`, int32[m], is where the tokens go, if given. What the features keep in `state`
+    must be allocated. On a CUDA device a few kernels do it; they give the tokens of `sample_plain`.
     """
-    return (sample_fused if logits.is_cuda else sample_plain)(logits, words, state, features)
+    return (sample_fused if logits.is_cuda else sample_plain)(logits, words, state, features, out)
 
 
-def sample_plain(logits: Tensor, words: Tensor, state: SamplerState, features: int) -> Sampled:
+def sample_plain(
+    logits: Tensor, words: Tensor, state: SamplerState, features: int, out: Tensor | None = None
+) -> Sampled:
     """`sample`, operation by operation: the reference, and what runs where there are no kernels."""
     logits = logits.float()
     params = _Params(words)
@@ -58,14 +60,16 @@ def sample_plain(logits: Tensor, words: Tensor, state: SamplerState, features: i
     if features & Features.PENALTIES:
         state.count(params.rows, tokens)
     logprobs = logprob_words(logits, tokens, state.num_logprobs) if features & Features.LOGPROBS else None
-    return Sampled(tokens.to(torch.int32), logprobs)
+    return Sampled(tokens.to(torch.int32) if out is None else out.copy_(tokens), logprobs)
 
 
-def sample_fused(logits: Tensor, words: Tensor, state: SamplerState, features: int) -> Sampled:
+def sample_fused(
+    logits: Tensor, words: Tensor, state: SamplerState, features: int, out: Tensor | None = None
+) -> Sampled:
     """`sample` by Triton's kernels."""
     from executors import triton_logprobs, triton_sampling  # there is no Triton where there is no GPU
 
-    tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device) if out is None else out
     triton_sampling.draw(logits, words, state, features, tokens)
     if not features & Features.LOGPROBS:
         return Sampled(tokens, None)

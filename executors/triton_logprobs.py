@@ -62,7 +62,7 @@ def logprob_words(logits: Tensor, tokens: Tensor, num_logprobs: int) -> Tensor:
     return words
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
 def _look_at_parts(
     logits,
     tokens,
@@ -95,7 +95,7 @@ def _look_at_parts(
         listed = tl.where(listed == best, _NOTHING, listed)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
 def _add_up(
     logits,
     tokens,

@@ -40,7 +40,8 @@ from executors.triton_weights import (
 
 BLOCK = 4096  # tokens of a part
 NUM_WARPS = 8
-CANDIDATES = 4  # of a part, and of a row, where top_p may leave tokens out
+CANDIDATES = 8  # of a part, and of a row, where top_p may leave tokens out
+FEW_CANDIDATES = 4  # are enough where it leaves out little
 WHOLE_BLOCK = 8192  # tokens that a program which goes through whole rows looks at together
 WHOLE_WARPS = 16
 
@@ -53,6 +54,8 @@ _FREQUENCY = tl.constexpr(int(Word.FREQUENCY))
 _IN_OUTPUT = tl.constexpr(IN_PROMPT - 1)
 _MAX_EDITS = tl.constexpr(MAX_EDITS)
 _EDIT_BLOCK = tl.constexpr(256)
+_FEW_CANDIDATES = tl.constexpr(FEW_CANDIDATES)
+_LITTLE = tl.constexpr(0.7)
 _NO_BOUND = tl.constexpr(0x7FFFFFFF)  # as bits of a weight: heavier than all
 _EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 
@@ -93,7 +96,8 @@ def draw(logits: Tensor, words: Tensor, state: SamplerState, features: int, toke
         num_warps=NUM_WARPS,
         **_EXACT,
     )
-    least_keys, candidates, weights, totals, above = places, peaks, places, peaks, peaks
+    least_keys, finalists, bounds, totals, above = places, places, places, peaks, peaks
+    cuts = {"MIN_P": bool(features & Features.MIN_P), "TOP_K": bool(features & Features.TOP_K)}
     if features & Features.RANDOM:
         if features & Features.TOP_K:
             least_keys = room(rows, dtype=torch.int32)
@@ -112,9 +116,8 @@ def draw(logits: Tensor, words: Tensor, state: SamplerState, features: int, toke
                 num_warps=WHOLE_WARPS,
                 **_EXACT,
             )
-        candidates = room(*parts, num_candidates, dtype=torch.int64)
-        weights, totals = torch.empty_like(candidates, dtype=torch.int32), room(*parts, dtype=torch.int64)
-        cuts = {"MIN_P": bool(features & Features.MIN_P), "TOP_K": bool(features & Features.TOP_K)}
+        candidates, weights = (room(*parts, num_candidates, dtype=dtype) for dtype in (torch.int64, torch.int32))
+        totals = room(*parts, dtype=torch.int64)
         _find_candidates[parts](
             edited,
             words,
@@ -136,6 +139,22 @@ def draw(logits: Tensor, words: Tensor, state: SamplerState, features: int, toke
             num_warps=NUM_WARPS,
             **_EXACT,
         )
+        finalists, bounds = (room(rows, num_candidates, dtype=torch.int32) for _ in range(2))
+        _merge_lists[(rows,)](
+            words,
+            peaks,
+            places,
+            candidates,
+            weights,
+            finalists,
+            bounds,
+            vocab_size,
+            words.stride(0),
+            num_parts,
+            CANDIDATES=num_candidates,
+            PARTS=padded,
+            num_warps=4,
+        )
         if has_top_p:
             above = room(rows, num_candidates, num_parts, dtype=torch.int64)
             _weigh_above[parts](
@@ -144,8 +163,7 @@ def draw(logits: Tensor, words: Tensor, state: SamplerState, features: int, toke
                 peaks,
                 places,
                 least_keys,
-                candidates,
-                weights,
+                bounds,
                 above,
                 vocab_size,
                 edited.stride(0),
@@ -157,8 +175,6 @@ def draw(logits: Tensor, words: Tensor, state: SamplerState, features: int, toke
                 num_warps=NUM_WARPS,
                 **_EXACT,
             )
-    else:
-        cuts = {"MIN_P": False, "TOP_K": False}
     is_whole = has_top_p and bool(features & Features.RANDOM)
     _choose[(rows,)](
         edited,
@@ -167,8 +183,8 @@ def draw(logits: Tensor, words: Tensor, state: SamplerState, features: int, toke
         peaks,
         places,
         least_keys,
-        candidates,
-        weights,
+        finalists,
+        bounds,
         totals,
         above,
         state.counts if has_penalties else places,
@@ -189,7 +205,7 @@ def draw(logits: Tensor, words: Tensor, state: SamplerState, features: int, toke
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["words"])
 def _find_peaks(
     logits,
     words,
@@ -261,7 +277,7 @@ def _peak(peaks, places, seq, num_parts, vocab_size, PARTS: tl.constexpr):
     return peak, token, is_usable
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["words"])
 def _find_least_keys(
     edited,
     words,
@@ -287,7 +303,7 @@ def _find_least_keys(
     tl.store(least_keys + seq, least_key)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["words"])
 def _find_candidates(
     edited,
     words,
@@ -309,7 +325,7 @@ def _find_candidates(
     BLOCK: tl.constexpr,
 ):
     """Program (row, part): the part's whole weight, and its list: each has the best score of what is heavier than the
-    one before. The list ends with -1 where nothing is heavier.
+    one before. Where the list is full, or not to be longer, it ends with the weight of its last one; else heavier.
     """
     seq, part, num_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     ints = words + seq * words_stride
@@ -330,46 +346,76 @@ def _find_candidates(
         candidate = tl.where(inside, candidate_of(tl.div_rn(weight, noise), at), -1)
         weight_bits = weight.to(tl.int32, bitcast=True)
         out = seq * num_parts + part
+        depth = 1
         if TOP_P:
             tl.store(totals + out, tl.sum((weight * ONE).to(tl.int64), 0))
-        for i in tl.static_range(CANDIDATES):
+            depth = _depth(tl.load(floats + _TOP_P), CANDIDATES)
+        own = tl.zeros([], tl.int32)
+        for i in range(depth):
             best = tl.max(candidate, 0)
             own = tl.max(tl.where(candidate == best, weight_bits, -1), 0)
             own = tl.where(best < 0, _NO_BOUND, own)
             tl.store(candidates + out * CANDIDATES + i, best)
             tl.store(weights + out * CANDIDATES + i, own)
             candidate = tl.where(weight_bits > own, candidate, -1)
+        for i in range(depth, CANDIDATES):
+            tl.store(candidates + out * CANDIDATES + i, -1)
+            tl.store(weights + out * CANDIDATES + i, own)
 
 
 @triton.jit
-def _lists(candidates, weights, seq, num_parts, CANDIDATES: tl.constexpr, PARTS: tl.constexpr):
-    """The lists of a row's parts, and which of their entries are the last there is room for."""
-    index = tl.arange(0, PARTS * CANDIDATES)
-    inside = index < num_parts * CANDIDATES
-    first = seq * num_parts * CANDIDATES
-    candidate = tl.load(candidates + first + index, mask=inside, other=-1)
-    weight = tl.load(weights + first + index, mask=inside, other=_NO_BOUND)
-    return candidate, weight, index % CANDIDATES == CANDIDATES - 1
+def _depth(share, CANDIDATES: tl.constexpr):
+    """How many candidates are looked for, where top_p is to keep `share`."""
+    wanted = tl.where(share > _LITTLE, tl.minimum(_FEW_CANDIDATES, CANDIDATES), CANDIDATES)
+    return tl.where(share < 1, wanted, 1)
 
 
-@triton.jit
-def _next(candidate, weight, is_last, bound):
-    """From the lists: the best candidate that is heavier than `bound`, its weight, and whether the lists can tell."""
-    best = tl.max(tl.where(weight > bound, candidate, -1), 0)
-    own = tl.max(tl.where((candidate == best) & (candidate >= 0), weight, -1), 0)
-    is_known = tl.max((is_last & (weight <= bound)).to(tl.int32), 0) == 0
-    return best, own, is_known & (best >= 0)
+@triton.jit(do_not_specialize_on_alignment=["words"])
+def _merge_lists(
+    words,
+    peaks,
+    places,
+    candidates,
+    weights,
+    finalists,
+    bounds,
+    vocab_size,
+    words_stride,
+    num_parts,
+    CANDIDATES: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Program (row): the row's candidates in order, and the bits of their weights; -1 where the lists cannot tell."""
+    seq = tl.program_id(0).to(tl.int64)
+    floats = (words + seq * words_stride).to(tl.pointer_type(tl.float32))
+    _largest, _first, is_usable = _peak(peaks, places, seq, num_parts, vocab_size, PARTS)
+    if is_usable & (tl.load(floats + _INV_TEMPERATURE) > 0):
+        index = tl.arange(0, PARTS * CANDIDATES)
+        inside = index < num_parts * CANDIDATES
+        listed = seq * num_parts * CANDIDATES + index
+        candidate = tl.load(candidates + listed, mask=inside, other=-1)
+        weight = tl.load(weights + listed, mask=inside, other=_NO_BOUND)
+        is_last = index % CANDIDATES == CANDIDATES - 1
+        out = seq * CANDIDATES
+        bound = tl.zeros([], tl.int32) - 1
+        for i in range(_depth(tl.load(floats + _TOP_P), CANDIDATES)):
+            best = tl.max(tl.where(weight > bound, candidate, -1), 0)
+            own = tl.max(tl.where((candidate == best) & (candidate >= 0), weight, -1), 0)
+            # Of a list whose last one is no heavier, nothing heavier is known.
+            is_known = (tl.max((is_last & (weight <= bound)).to(tl.int32), 0) == 0) & (best >= 0)
+            bound = tl.where(is_known, own, _NO_BOUND)
+            tl.store(finalists + out + i, tl.where(is_known, token_of(best), -1))
+            tl.store(bounds + out + i, bound)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["words"])
 def _weigh_above(
     edited,
     words,
     peaks,
     places,
     least_keys,
-    candidates,
-    weights,
+    bounds,
     above,
     vocab_size,
     edited_stride,
@@ -385,7 +431,8 @@ def _weigh_above(
     floats = (words + seq * words_stride).to(tl.pointer_type(tl.float32))
     inverse = tl.load(floats + _INV_TEMPERATURE)
     peak, _first, is_usable = _peak(peaks, places, seq, num_parts, vocab_size, PARTS)
-    if is_usable & (inverse > 0) & (tl.load(floats + _TOP_P) < 1):
+    top_p = tl.load(floats + _TOP_P)
+    if is_usable & (inverse > 0) & (top_p < 1):
         at = part * BLOCK + tl.arange(0, BLOCK)
         logit = tl.load(edited + seq * edited_stride + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
         least_key = 0
@@ -394,16 +441,13 @@ def _weigh_above(
         weight = weight_of(logit, peak, inverse, tl.load(floats + _MIN_P), least_key, MIN_P, TOP_K)
         weight_bits = weight.to(tl.int32, bitcast=True)
         share = (weight * ONE).to(tl.int64)
-        candidate, listed, is_last = _lists(candidates, weights, seq, num_parts, CANDIDATES, PARTS)
-        bound = -1
-        for i in tl.static_range(CANDIDATES):
-            _best, own, is_known = _next(candidate, listed, is_last, bound)
-            bound = tl.where(is_known, own, _NO_BOUND)
+        for i in range(_depth(top_p, CANDIDATES)):
+            bound = tl.load(bounds + seq * CANDIDATES + i)
             heavier = tl.sum(tl.where(weight_bits > bound, share, 0), 0)
             tl.store(above + (seq * CANDIDATES + i) * num_parts + part, heavier)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["words", "tokens"])
 def _choose(
     edited,
     words,
@@ -411,8 +455,8 @@ def _choose(
     peaks,
     places,
     least_keys,
-    candidates,
-    weights,
+    finalists,
+    bounds,
     totals,
     above,
     counts,
@@ -438,9 +482,7 @@ def _choose(
     if RANDOM:
         inverse = tl.load(floats + _INV_TEMPERATURE)
         if is_usable & (inverse > 0):
-            candidate, listed, is_last = _lists(candidates, weights, seq, num_parts, CANDIDATES, PARTS)
-            best, own, is_known = _next(candidate, listed, is_last, -1)
-            token = token_of(best)
+            token = tl.load(finalists + seq * CANDIDATES)
             if TOP_P:
                 share = tl.load(floats + _TOP_P)
                 if share < 1:
@@ -448,16 +490,20 @@ def _choose(
                     of_parts = tl.load(totals + seq * num_parts + parts, mask=parts < num_parts, other=0)
                     whole = tl.sum(of_parts, 0).to(tl.float64)
                     needed = tl.maximum(tl.ceil(share.to(tl.float64) * whole).to(tl.int64), 1)
-                    bound = -1  # bits of a weight: tokens that weigh no more are known to be out
+                    bound = tl.zeros([], tl.int32) - 1  # bits of a weight: tokens that weigh no more are out
                     is_kept = 0
-                    for i in tl.static_range(CANDIDATES):
-                        best, own, is_known = _next(candidate, listed, is_last, bound)
-                        line = above + (seq * CANDIDATES + i) * num_parts
-                        heavier = tl.sum(tl.load(line + parts, mask=parts < num_parts, other=0), 0)
-                        is_tried = is_known & (is_kept == 0)
-                        bound = tl.where(is_tried, own, bound)
-                        token = tl.where(is_tried, token_of(best), token)
-                        is_kept = tl.where(is_tried & (heavier < needed), 1, is_kept)
+                    i = 0
+                    while (is_kept == 0) & (i < _depth(share, CANDIDATES)):
+                        finalist = tl.load(finalists + seq * CANDIDATES + i)
+                        if finalist < 0:
+                            i = CANDIDATES
+                        else:
+                            line = above + (seq * CANDIDATES + i) * num_parts
+                            heavier = tl.sum(tl.load(line + parts, mask=parts < num_parts, other=0), 0)
+                            bound = tl.load(bounds + seq * CANDIDATES + i)
+                            token = finalist
+                            is_kept = (heavier < needed).to(tl.int32)
+                            i += 1
                     if is_kept == 0:
                         least_key = 0
                         if TOP_K:
