@@ -68,7 +68,7 @@ class ComputeLane:
     def carry(self, slot: Slot, plan: StepPlan) -> None:
         """Completes the inputs: changes of block tables, and the tokens that earlier steps in flight sample."""
         if not self.is_captured(plan):
-            self._complete(slot, plan)
+            self._complete(slot, plan.num_tokens, plan.num_decodes)
 
     def forward(self, slot: Slot, plan: StepPlan) -> None:
         """Resets, forward pass and sampling; writes KV and the slot's outputs."""
@@ -84,7 +84,7 @@ class ComputeLane:
             if graph is not None:
                 graph.replay()
                 return
-            self._complete(slot, plan)  # which the graph was to do
+            self._complete(slot, plan.num_tokens, plan.num_decodes)  # which the graph was to do
         self._run(slot, self._view(slot, plan), len(plan.sampled), features)
 
     def try_capture(self, slot: Slot) -> str:
@@ -108,10 +108,15 @@ class ComputeLane:
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
-    def _complete(self, slot: Slot, plan: StepPlan) -> None:
+    def _complete(self, slot: Slot, num_tokens: int, num_decodes: int) -> None:
+        if self.tokens_out.is_cuda:
+            from executors import triton_inputs  # there is no Triton where there is no GPU
+
+            triton_inputs.complete(slot.device, self._all_tokens, slot.ids, num_tokens)
+            return
         slot.device.apply_changes()
-        if plan.num_decodes:
-            self._carry(slot, plan.num_decodes)
+        if num_decodes:
+            self._carry(slot, num_decodes)
 
     @torch.no_grad()  # here and not around what replays a graph: it costs the host microseconds
     def _carry(self, slot: Slot, count: int) -> None:
@@ -126,8 +131,7 @@ class ComputeLane:
         logits = self.model.forward(view, self.kv)
         if not num_samples:
             return
-        sampled = sample(logits, slot.words[:num_samples], self.sampler, features)
-        slot.tokens_out[:num_samples].copy_(sampled.tokens)
+        sampled = sample(logits, slot.words[:num_samples], self.sampler, features, slot.tokens_out[:num_samples])
         if sampled.logprobs is not None:
             slot.logprobs_out[:num_samples].copy_(sampled.logprobs)
 
@@ -153,11 +157,13 @@ class ComputeLane:
         max_seq_len: int,
         num_decodes: int,
         is_padded: bool = False,
+        samples_all: bool = False,
     ) -> StepView:
         device = slot.device
+        token_ids, positions = slot.ids if self.tokens_out.is_cuda else (device.token_ids, device.positions)
         return StepView(
-            token_ids=device.token_ids[:num_tokens],
-            positions=device.positions[:num_tokens],
+            token_ids=token_ids[:num_tokens],
+            positions=positions[:num_tokens],
             kv_positions=device.kv_positions[:num_tokens],
             query_start=device.query_start[: num_seqs + 1],
             seq_lens=device.seq_lens[:num_seqs],
@@ -172,6 +178,7 @@ class ComputeLane:
             is_decode=num_decodes == num_seqs and not is_padded,
             num_decodes=num_decodes,
             is_padded=is_padded,
+            samples_all=samples_all,
         )
 
     # ---- graphs ----------------------------------------------------------------------------------------------------
@@ -213,13 +220,13 @@ class ComputeLane:
             max_seq_len=self.config.max_model_len,
             num_decodes=0 if self.config.batch_invariant else min(num_seqs, num_tokens),
             is_padded=mixed_bucket > 0,
+            samples_all=bucket > 0,
         )
         graph = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which synchronizes the device and collects garbage first: steps are in flight.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            slot.device.apply_changes()
-            self._carry(slot, num_tokens)
+            self._complete(slot, num_tokens, num_tokens)
             self._run(slot, view, num_seqs, features)
         finally:
             graph.capture_end()

@@ -56,6 +56,7 @@ class Model:
     dtype: torch.dtype
     _index: dict[torch.nn.Module, int]
     _keeps_logits: bool
+    _one: torch.Tensor
     compiled: Compiled | None = None
 
     @classmethod
@@ -130,6 +131,7 @@ class Model:
             dtype=module.dtype,
             _index={layer: index for index, layer in enumerate(probed.layers)},
             _keeps_logits="logits_to_keep" in inspect.signature(module.forward).parameters,
+            _one=torch.ones(1, 1, dtype=torch.int64, device=device),
         )
 
     @property
@@ -158,18 +160,18 @@ class Model:
         """Logits [num_samples, vocab_size], of the type that the model gives them; writes the step's KV, then attends
         through the block tables.
         """
-        wanted = view.logits_at.long()
+        wanted = None if view.samples_all else view.logits_at.long()
         tokens = view.token_ids.long()[None]
         with during(PagedStep.begin(view, kv, self._index, self.backend)):
             output = self.module(
                 input_ids=tokens,
-                attention_mask=torch.ones_like(tokens),  # without one, some models read the tokens to look for padding
+                attention_mask=self._one.expand_as(tokens),  # without it, some models look for padding in the tokens
                 position_ids=view.positions.long()[None],
                 use_cache=False,
-                **({"logits_to_keep": wanted} if self._keeps_logits else {}),
+                **({"logits_to_keep": wanted} if self._keeps_logits and wanted is not None else {}),
             )
         logits = output.logits[0]
-        return logits if self._keeps_logits else logits[wanted]
+        return logits if self._keeps_logits or wanted is None else logits[wanted]
 
     def self_check(self) -> None:
         """Compares logits through the cache with those of the model's own attention; raises UnsupportedModelError."""

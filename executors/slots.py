@@ -69,6 +69,9 @@ class Slot:
         self._host_resets = torch.empty(0, dtype=torch.int32)
         width = num_words(sampling_rows.max_logprobs)
         self.tokens_out = tokens_out
+        # Token ids and positions as models take them, where a kernel of ours writes them.
+        most_tokens = len(self.inputs.token_ids)
+        self.ids = torch.zeros(2, most_tokens if tokens_out.is_cuda else 0, dtype=torch.int64, device=self._on_device)
         self.logprobs_out = torch.zeros(seqs, width, dtype=torch.int32, device=self._on_device)
         self.host_tokens = torch.zeros(seqs, dtype=torch.int32, pin_memory=pinned)
         self.host_logprobs = torch.zeros(seqs, width, dtype=torch.int32, pin_memory=pinned)

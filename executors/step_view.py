@@ -16,7 +16,8 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepView:
-    """T tokens of S sequences, all arrays int32 and sliced to T and S. KV lengths include the step's own tokens.
+    """T tokens of S sequences, arrays sliced to T and S, all int32; `token_ids` and `positions` may be int64 as well.
+    KV lengths include the step's own tokens.
 
     token_ids      [T]
     positions      [T]
@@ -31,6 +32,7 @@ class StepView:
     max_seq_len    no sequence has a greater KV length; a captured graph gives the capacity
     is_decode      every sequence has exactly one query token: token i is sequence i
     num_decodes    so many sequences at the front are known to have exactly one query token, or may have
+    samples_all    logits of every token are wanted, in order: `logits_at` says no more
     is_padded      the whole numbers are capacities of a captured graph, which only `counts` and the lengths fill
     """
 
@@ -50,6 +52,7 @@ class StepView:
     is_decode: bool
     num_decodes: int = 0
     is_padded: bool = False
+    samples_all: bool = False
 
     @property
     def leading_decodes(self) -> int:
