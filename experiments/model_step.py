@@ -3,9 +3,10 @@
     python experiments/model_step.py --batch 32 --context 512,4096,8192 --json
     python experiments/model_step.py --config tiny --batch 4 --context 64      # a dry run on a CPU
 
-On CUDA a step is one captured graph, as in the engine; its kernels are sorted into classes by their names. The floor is
-what the step has to read (weights, without an embedding table that is only looked up, and KV) over the bandwidth of a
-device-to-device copy, measured in the same run. The launch is the host's time for the same pass without a graph.
+On CUDA a step is one captured graph, as in the engine, but for the kernel that completes its inputs; its kernels are
+sorted into classes by their names, and `--longest N` lists those that take longest. The floor is what the step has to
+read (weights, without an embedding table that is only looked up, and KV) over the bandwidth of a device-to-device
+copy, measured in the same run. The launch is the host's time for the same pass without a graph.
 All times are milliseconds; gaps are the time of a step in which no kernel runs.
 """
 
@@ -30,6 +31,9 @@ from executors.errors import one_line
 from executors.kv_cache import KvCache
 from executors.models import Model
 from executors.named_configs import named_config
+from executors.sampling import sample
+from executors.sampling_layout import NUM_WORDS, Features
+from executors.sampling_state import SamplerState
 from executors.step_view import Chunk, StepView, view_of
 
 BLOCK_SIZE = 16
@@ -47,9 +51,11 @@ CLASSES = (  # by the first name that matches; the compiler names its kernels af
     ("other", re.compile(r"triton_(poi|red|per|for)_")),
     ("matmul", re.compile(r"triton_tem|gemm|gemv|nvjet|cutlass|cublas|splitK", re.I)),
     ("kv write", re.compile(r"index_copy|indexFunc|write_kv", re.I)),
-    ("attention", re.compile(r"attend|attention|combine|flash|fmha", re.I)),
+    ("attention", re.compile(r"attend|attention|combine_splits|flash|fmha", re.I)),
+    ("sampling", re.compile(r"_find_peaks|_choose")),
 )
 REPLAYS, PROFILED = 60, 5
+LISTED = 24  # kernels by name
 COPIED_BYTES = 2**30
 HOST_RUNS = 10
 
@@ -61,9 +67,17 @@ class Step:
     model: Model
     kv: KvCache
     view: StepView
+    words: torch.Tensor
+    sampler: SamplerState
+
+    @classmethod
+    def of(cls, model: Model, kv: KvCache, view: StepView) -> Step:
+        """Samples as the engine does a greedy step."""
+        words = torch.zeros(view.num_seqs, NUM_WORDS, dtype=torch.int32, device=model.device)
+        return cls(model, kv, view, words, SamplerState(view.num_seqs, model.vocab_size, model.device))
 
     def run(self) -> torch.Tensor:
-        return self.model.forward(self.view, self.kv).argmax(-1)
+        return sample(self.model.forward(self.view, self.kv), self.words, self.sampler, Features.NONE).tokens
 
 
 def main(
@@ -72,6 +86,7 @@ def main(
     context: Annotated[str, typer.Option(metavar="N,...", help="KV length of each sequence.")] = "512,4096,8192",
     variants: Annotated[str, typer.Option(metavar="NAME,...", help=f"Of {', '.join(VARIANTS)}.")] = ",".join(VARIANTS),
     attention: Annotated[str, typer.Option(help="The attention backend.")] = "auto",
+    longest: Annotated[int, typer.Option(min=0, max=LISTED, help="List so many kernels of each step.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Time one decode step of each variant."""
@@ -96,7 +111,7 @@ def main(
         "torch": torch.__version__,
         "copy_tb_s": bandwidth / 1e12,
     }
-    _print(rows, about, as_json=as_json)
+    _print(rows, about, longest, as_json=as_json)
 
 
 def measure(
@@ -131,7 +146,7 @@ def measure(
     rows = []
     for size in batches:
         for length in contexts:
-            step = Step(model, kv, _decode(size, length, max(contexts), device))
+            step = Step.of(model, kv, _decode(size, length, max(contexts), device))
             floor_ms = 1e3 * (weight_bytes(model) + size * length * model.kv_bytes_per_token) / bandwidth
             row = {"variant": name, "batch": size, "context": length, "load_s": load_s, "floor_ms": floor_ms}
             if model.compiled is not None:
@@ -162,7 +177,9 @@ def _decode(batch: int, context: int, capacity: int, device: torch.device) -> St
     per_sequence = -(-capacity // BLOCK_SIZE)
     blocks = (torch.randperm(batch * per_sequence, generator=torch.Generator().manual_seed(0)) + 1).tolist()
     chunks = [Chunk([i + 1], context - 1, blocks[i * per_sequence : (i + 1) * per_sequence]) for i in range(batch)]
-    return replace(view_of(chunks, block_size=BLOCK_SIZE, device=device), max_seq_len=capacity)
+    view = view_of(chunks, block_size=BLOCK_SIZE, device=device)
+    ids = {"token_ids": view.token_ids.long(), "positions": view.positions.long()}  # as the engine's kernel writes them
+    return replace(view, **ids, max_seq_len=capacity, samples_all=True)
 
 
 def _on_cuda(step: Step) -> dict[str, Any]:
@@ -193,7 +210,7 @@ def _on_cpu(step: Step) -> dict[str, Any]:
 
 
 def _profiled(graph: torch.cuda.CUDAGraph) -> dict[str, Any]:
-    """Milliseconds of a replay by class of kernel, how many there are, and the five that take longest."""
+    """Milliseconds of a replay by class of kernel, how many there are, and those that take longest."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -210,7 +227,7 @@ def _profiled(graph: torch.cuda.CUDAGraph) -> dict[str, Any]:
     classes = dict.fromkeys((name for name, _ in CLASSES), 0.0)
     for name, ms in by_name.items():
         classes[next((label for label, pattern in CLASSES if pattern.search(name)), "other")] += ms
-    longest = sorted(by_name, key=by_name.__getitem__, reverse=True)[:8]
+    longest = sorted(by_name, key=by_name.__getitem__, reverse=True)[:LISTED]
     return {
         "kernels_ms": classes,
         "busy_ms": sum(by_name.values()),
@@ -246,18 +263,22 @@ def _release() -> None:
         torch.cuda.empty_cache()
 
 
-def _print(rows: list[dict[str, Any]], about: dict[str, Any], *, as_json: bool) -> None:
+def _print(rows: list[dict[str, Any]], about: dict[str, Any], longest: int, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**about, "rows": rows}, indent=2, allow_nan=False))
         return
     print(f"{about['config']} on {about['device']}, torch {about['torch']}, copy {about['copy_tb_s']:.2f} TB/s")
-    columns = ["variant", "batch", "context", "ms", "floors", "launch", "matmul", "attn", "kv", "other", "gaps"]
-    columns += ["kernels", "compile s"]
+    columns = ["variant", "batch", "context", "ms", "floors", "launch", "matmul", "attn", "kv", "sampling", "other"]
+    columns += ["gaps", "kernels", "compile s"]
     good = [row for row in rows if "error" not in row]
     print_table("one decode step", columns, [_cells(row) for row in good], numbers=columns[1:])
     for row in rows:
         if "error" in row:
             print(f"{row['variant']}: {row['error']}")
+        elif longest:
+            print(f"{row['variant']}, batch {row['batch']}, context {row['context']}")
+            for name, ms in list(row.get("longest_ms", {}).items())[:longest]:
+                print(f"{ms:8.3f} ms  {name}")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -272,7 +293,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         cell(row["step_ms"]),
         cell(row["times_floor"], "{:.2f}"),
         cell(row.get("launch_ms")),
-        *(cell(kinds.get(kind)) for kind in ("matmul", "attention", "kv write", "other")),
+        *(cell(kinds.get(kind)) for kind in ("matmul", "attention", "kv write", "sampling", "other")),
         cell(row["step_ms"] - row["busy_ms"] if "busy_ms" in row else None),
         cell(row.get("kernels"), "{:.0f}"),
         cell(row.get("compile_s"), "{:.1f}"),
