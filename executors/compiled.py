@@ -58,7 +58,7 @@ class CompileSettings:
     backend: str | Callable[..., Any] = "inductor"
     max_autotune_gemm: bool = False
     coordinate_descent: bool = False
-    combo_kernels: bool = False
+    combo_kernels: bool = True
     layers_per_graph: int = 1
 
     def compile_graph(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
