@@ -25,6 +25,7 @@ from executors.sampling_layout import Features
 from executors.sampling_state import SamplerState
 from executors.slots import Slot
 from executors.step_view import StepView
+from executors.streams import Stream
 
 # A row gets the same token from any superset of its features, so a few sets serve all, and few graphs are captured.
 CUTS = Features.MIN_P | Features.TOP_K | Features.TOP_P
@@ -65,48 +66,64 @@ class ComputeLane:
         self._host_keys: tuple[torch.Tensor, ...] = ()
         self._host_values: tuple[torch.Tensor, ...] = ()
 
-    def carry(self, slot: Slot, plan: StepPlan) -> None:
+    def carry(self, stream: Stream, slot: Slot, plan: StepPlan) -> None:
         """Completes the inputs: changes of block tables, and the tokens that earlier steps in flight sample."""
         if not self.is_captured(plan):
-            self._complete(slot, plan.num_tokens, plan.num_decodes)
+            with stream.on():
+                self._complete(slot, plan.num_tokens, plan.num_decodes)
 
-    def forward(self, slot: Slot, plan: StepPlan) -> None:
+    def forward(self, stream: Stream, slot: Slot, plan: StepPlan) -> None:
         """Resets, forward pass and sampling; writes KV and the slot's outputs."""
         if not plan.num_tokens:
             return
+        features = variant(slot.features)
+        graph = None
+        if self.is_captured(plan) and not len(slot.sampling.resets.words):
+            graph = self._graphs.get((slot.index, (plan.bucket, plan.mixed_bucket), features))
+        if graph is None:
+            with stream.on():
+                graph = self._prepare(slot, plan, features)
+                if graph is None:
+                    self._run(slot, self._view(slot, plan), len(plan.sampled), features)
+                    return
+        stream.replay(graph)
+
+    def try_capture(self, stream: Stream, slot: Slot) -> str:
+        """Captures the smallest bucket. Where the model cannot be captured, graphs are off; returns why."""
+        if self._use_graphs and self.config.decode_buckets:
+            with stream.on():
+                self._graph(slot, (self.config.decode_buckets[0], 0), 0)
+        return self.refusal
+
+    def offload(self, stream: Stream, plan: StepPlan) -> None:
+        """KV blocks to pinned host memory."""
+        self._allocate_host_pool()
+        with stream.on():
+            for device, host in zip(plan.offload.device.tolist(), plan.offload.host.tolist(), strict=True):
+                for on_device, on_host in self._pools():
+                    on_host[host].copy_(on_device[device], non_blocking=True)
+
+    def restore(self, stream: Stream, plan: StepPlan) -> None:
+        """KV blocks from pinned host memory."""
+        with stream.on():
+            for device, host in zip(plan.restore.device.tolist(), plan.restore.host.tolist(), strict=True):
+                for on_device, on_host in self._pools():
+                    on_device[device].copy_(on_host[host], non_blocking=True)
+
+    # ---- one step --------------------------------------------------------------------------------------------------
+
+    def _prepare(self, slot: Slot, plan: StepPlan, features: int) -> torch.cuda.CUDAGraph | None:
+        """What comes before the forward pass, on the current stream; and the graph of the step, where it has one."""
         resets = slot.sampling.resets
         if len(resets.words):
             self.sampler.reset(slot.resets, resets)
-        features = variant(slot.features)
         self.sampler.allocate(features)
-        if self.is_captured(plan):
-            graph = self._graph(slot, (plan.bucket, plan.mixed_bucket), features)
-            if graph is not None:
-                graph.replay()
-                return
+        if not self.is_captured(plan):
+            return None
+        graph = self._graph(slot, (plan.bucket, plan.mixed_bucket), features)
+        if graph is None:
             self._complete(slot, plan.num_tokens, plan.num_decodes)  # which the graph was to do
-        self._run(slot, self._view(slot, plan), len(plan.sampled), features)
-
-    def try_capture(self, slot: Slot) -> str:
-        """Captures the smallest bucket. Where the model cannot be captured, graphs are off; returns why."""
-        if self._use_graphs and self.config.decode_buckets:
-            self._graph(slot, (self.config.decode_buckets[0], 0), 0)
-        return self.refusal
-
-    def offload(self, plan: StepPlan) -> None:
-        """KV blocks to pinned host memory, on the current stream."""
-        self._allocate_host_pool()
-        for device, host in zip(plan.offload.device.tolist(), plan.offload.host.tolist(), strict=True):
-            for on_device, on_host in self._pools():
-                on_host[host].copy_(on_device[device], non_blocking=True)
-
-    def restore(self, plan: StepPlan) -> None:
-        """KV blocks from pinned host memory, on the current stream."""
-        for device, host in zip(plan.restore.device.tolist(), plan.restore.host.tolist(), strict=True):
-            for on_device, on_host in self._pools():
-                on_device[device].copy_(on_host[host], non_blocking=True)
-
-    # ---- one step --------------------------------------------------------------------------------------------------
+        return graph
 
     def _complete(self, slot: Slot, num_tokens: int, num_decodes: int) -> None:
         if self.tokens_out.is_cuda:

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 
 from asyncsched.program import Event, Lane
+from executors.streams import Transfer
 
 Call = Callable[[], object]
+
+
+class CpuStream:
+    """Any lane: the thread itself."""
+
+    def on(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def copy(self, transfer: Transfer) -> None:
+        transfer.to.copy_(transfer.source)
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        raise NotImplementedError("there are no graphs on a CPU")
 
 
 class CpuLanes:
@@ -27,19 +41,8 @@ class CpuLanes:
         self._spans: list[tuple[int, int]] = []
         self._started = 0
 
-    def begin(self) -> None:
-        """Nothing to remember."""
-
-    def end(self, begun: None) -> None:
-        """Nothing to go back to."""
-
-    def enter(self, lane: Lane) -> Call:
-        return _nothing
-
-    @contextmanager
-    def on(self, lane: Lane) -> Iterator[None]:
-        """Operations inside run on the lane."""
-        yield
+    def stream(self, lane: Lane) -> CpuStream:
+        return CpuStream()
 
     def recorder(self, event: Event, lane: Lane) -> Call:
         return partial(self._recorded.add, event)
@@ -79,7 +82,3 @@ class CpuLanes:
     def _require(self, event: Event) -> None:
         if event not in self._recorded:
             raise RuntimeError(f"{event} was never recorded: the program lacks an operation")
-
-
-def _nothing() -> None:
-    """Entering a lane that is the thread itself."""

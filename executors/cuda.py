@@ -8,19 +8,60 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 
 from asyncsched.program import Event, Lane
+from executors.cudart import BY_ADDRESS, NO_FLAGS, Runtime, loaded_library
+from executors.streams import Transfer
 
 DEVICE_LANES = (Lane.H2D, Lane.COMPUTE, Lane.D2H)
 CLOCK_READINGS = 9
 MAX_ORIGIN_AGE_MS = 1000.0  # elapsed times are single precision: a near origin keeps them below a microsecond
 Call = Callable[[], object]
 TimedPair = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+class CudaStream:
+    """One lane's stream. Copies and graphs go straight to the runtime."""
+
+    def __init__(self, stream: torch.cuda.Stream, runtime: Runtime) -> None:
+        self._stream = stream
+        self._handle = stream.cuda_stream
+        self._copy, self._launch = runtime.copy, runtime.launch
+        self._launches: dict[torch.cuda.CUDAGraph, Call] = {}
+
+    def on(self) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        return context
+
+    def copy(self, transfer: Transfer) -> None:
+        _, _, to, source, num_bytes = transfer
+        self._copy(to, source, num_bytes, BY_ADDRESS, self._handle)
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        launch = self._launches.get(graph)
+        if launch is None:
+            self._replay_first(graph)
+        else:
+            launch()
+
+    def _replay_first(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Through torch, which moves its generator on where the graph draws from it: such a graph stays with torch."""
+        generator = torch.cuda.default_generators[self._stream.device_index]
+        drawn = generator.get_offset()
+        self._replay_by_torch(graph)
+        if generator.get_offset() != drawn:
+            self._launches[graph] = partial(self._replay_by_torch, graph)
+        else:
+            self._launches[graph] = partial(self._launch, graph.raw_cuda_graph_exec(), self._handle)
+
+    def _replay_by_torch(self, graph: torch.cuda.CUDAGraph) -> None:
+        with self.on():
+            graph.replay()
 
 
 class CudaLanes:
@@ -32,6 +73,8 @@ class CudaLanes:
     def __init__(self, device: torch.device, *, timed: bool = False) -> None:
         self.device = device
         self.streams = {lane: torch.cuda.Stream(device) for lane in DEVICE_LANES}
+        self._runtime = Runtime(loaded_library())
+        self._lanes = {lane: CudaStream(stream, self._runtime) for lane, stream in self.streams.items()}
         self._events: dict[Event, torch.cuda.Event] = {}
         self.timed = timed
         self._pending: list[TimedPair] = []
@@ -41,27 +84,14 @@ class CudaLanes:
         self._origin.synchronize()
         self._origin_ns = time.perf_counter_ns()
 
-    def begin(self) -> torch.cuda.Stream:
-        """The caller's stream, for `end`."""
-        return torch.cuda.current_stream(self.device)
-
-    def end(self, begun: torch.cuda.Stream) -> None:
-        torch.cuda.set_stream(begun)
-
-    def enter(self, lane: Lane) -> Call:
-        return partial(torch.cuda.set_stream, self.streams[lane])
-
-    @contextmanager
-    def on(self, lane: Lane) -> Iterator[None]:
-        """Work inside is enqueued on the lane's stream; not measured."""
-        with torch.cuda.stream(self.streams[lane]):
-            yield
+    def stream(self, lane: Lane) -> CudaStream:
+        return self._lanes[lane]
 
     def recorder(self, event: Event, lane: Lane) -> Call:
-        return partial(self._event(event).record, self.streams[lane])
+        return partial(self._runtime.record, self._event(event).cuda_event, self.streams[lane].cuda_stream)
 
     def waiter(self, event: Event, lane: Lane) -> Call:
-        return partial(self.streams[lane].wait_event, self._event(event))
+        return partial(self._runtime.wait, self.streams[lane].cuda_stream, self._event(event).cuda_event, NO_FLAGS)
 
     def bracket(self, lane: Lane) -> tuple[Call, Call] | None:
         if not self.timed:
@@ -111,7 +141,8 @@ class CudaLanes:
 
     def _event(self, event: Event) -> torch.cuda.Event:
         if event not in self._events:
-            self._events[event] = torch.cuda.Event()
+            made = self._events[event] = torch.cuda.Event()
+            made.record(self.streams[Lane.COMPUTE])  # torch makes an event's handle when it is recorded first
         return self._events[event]
 
     def _start(self, stream: torch.cuda.Stream) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +26,7 @@ from asyncsched.timeline import Span, Timeline
 from executors.errors import one_line
 from executors.sampling_layout import Features
 from executors.slots import Slot
+from executors.streams import Stream
 
 Call = Callable[[], object]
 OfPlan = Callable[[StepPlan], object]
@@ -33,9 +35,8 @@ OfPlan = Callable[[StepPlan], object]
 class Lanes(Protocol):
     """Where operations run. See executors/cpu.py and executors/cuda.py.
 
-    `enter`, `recorder` and `waiter` answer calls that may be made many times. What is enqueued between `begin` and
-    `end` goes to the lane that was entered last. While `timed`, `bracket` answers the calls around an operation
-    that measure its span; `take` gives what they noted, for `read` once the step was collected.
+    `recorder` and `waiter` answer calls that may be made many times. While `timed`, `bracket` answers the calls around
+    an operation that measure its span; `take` gives what they noted, for `read` once the step was collected.
     """
 
     device: torch.device
@@ -43,13 +44,7 @@ class Lanes(Protocol):
     graphs: bool
     timed: bool
 
-    def on(self, lane: Lane) -> Any: ...
-
-    def begin(self) -> Any: ...
-
-    def end(self, begun: Any) -> None: ...
-
-    def enter(self, lane: Lane) -> Call: ...
+    def stream(self, lane: Lane) -> Stream: ...
 
     def recorder(self, event: Event, lane: Lane) -> Call: ...
 
@@ -71,13 +66,13 @@ class Lanes(Protocol):
 class Compute(Protocol):
     """What runs on the compute lane: see executors/compute.py."""
 
-    def carry(self, slot: Slot, plan: StepPlan) -> None: ...
+    def carry(self, stream: Stream, slot: Slot, plan: StepPlan) -> None: ...
 
-    def forward(self, slot: Slot, plan: StepPlan) -> None: ...
+    def forward(self, stream: Stream, slot: Slot, plan: StepPlan) -> None: ...
 
-    def offload(self, plan: StepPlan) -> None: ...
+    def offload(self, stream: Stream, plan: StepPlan) -> None: ...
 
-    def restore(self, plan: StepPlan) -> None: ...
+    def restore(self, stream: Stream, plan: StepPlan) -> None: ...
 
 
 OnLogprobs = Callable[[StepPlan, NDArray[np.int32]], None]
@@ -124,8 +119,15 @@ class Executor:
         self.slots = slots
         self.on_logprobs = on_logprobs
         self._resolved: dict[int, _Resolved] = {}  # by identity of the template
+        self._in_flight = 0  # steps whose copies may still be on their way
         self._since = 0  # start of the host work that the next span records
         self.record(timeline)
+
+    def __del__(self) -> None:
+        """Nobody but the slots keeps the memory that copies on their way touch, and it is about to be given back."""
+        if self._in_flight:
+            with suppress(RuntimeError):  # a device that does not answer touches nothing
+                self.lanes.drain()
 
     def record(self, timeline: Timeline | None, *, devices: bool = True) -> None:
         """From the next launch on, spans go to `timeline`; without `devices`, those of the host alone, which cost less.
@@ -142,7 +144,7 @@ class Executor:
         template, plan = program
         resolved = self._resolved.get(id(template)) or self._resolve(template)
         ticket = Ticket(plan, resolved)
-        begun = self.lanes.begin()
+        self._in_flight += 1
         try:
             for call, of_plan in resolved.calls:
                 if call is not None:
@@ -151,8 +153,8 @@ class Executor:
                     of_plan(plan)  # type: ignore[misc]  # one of the two
         except Exception as error:  # out of memory, a kernel or a model that refuses: the fault of the step alone
             ticket.cause = f"{type(error).__name__}: {one_line(error)}"
-        self.lanes.end(begun)
-        ticket.spans = self.lanes.take()
+        if resolved.measured:
+            ticket.spans = self.lanes.take()
         self._host_span("launch", plan)
         return ticket
 
@@ -167,6 +169,7 @@ class Executor:
             self.lanes.synchronize(resolved.synchronize)
         except RuntimeError as error:
             return self._failed(slot, f"{type(error).__name__}: {one_line(error)}")
+        self._in_flight -= 1
         self._host_span("collect", plan)
         tokens = slot.take_tokens(len(plan.sampled))
         if slot.features & Features.LOGPROBS:
@@ -182,14 +185,14 @@ class Executor:
             self.lanes.drain()
         except RuntimeError as error:
             return StepFailure(f"{cause}; the device does not answer any more: {one_line(error)}", stuck=True)
+        self._in_flight -= 1
         slot.inputs.resend()
         return StepFailure(cause)
 
     def _resolve(self, template: Template) -> _Resolved:
-        """The calls that the operations mean, in their order: entering lanes between them is all that is added."""
+        """The calls that the operations mean, in their order; nothing is added but what measures them."""
         calls: list[tuple[Call, None] | tuple[None, OfPlan]] = []
         measured: list[_Measured] = []
-        entered: Lane | None = None
         for op in template.launched:
             if op.kind is OpKind.RECORD or op.kind is OpKind.WAIT:
                 make = self.lanes.recorder if op.kind is OpKind.RECORD else self.lanes.waiter
@@ -199,9 +202,6 @@ class Executor:
             if op.lane is Lane.HOST:
                 calls.append((None, work))
                 continue
-            if op.lane is not entered:
-                calls.append((self.lanes.enter(op.lane), None))
-                entered = op.lane
             bracket = self.lanes.bracket(op.lane)
             if bracket is None:
                 calls.append((None, work))
@@ -217,18 +217,19 @@ class Executor:
         compute, kind = self.compute, op.kind
         if kind is OpKind.FILL:
             return partial(self._fill, slot), lambda plan: plan.num_seqs
+        stream = self.lanes.stream(op.lane)
         if kind is OpKind.CARRY:
-            return partial(compute.carry, slot), lambda plan: plan.num_decodes
+            return partial(compute.carry, stream, slot), lambda plan: plan.num_decodes
         if kind is OpKind.FORWARD:
-            return partial(compute.forward, slot), lambda plan: plan.num_tokens
+            return partial(compute.forward, stream, slot), lambda plan: plan.num_tokens
         if kind is OpKind.H2D:
-            return slot.copy_in, lambda plan: slot.input_bytes
+            return partial(slot.copy_in, stream), lambda plan: slot.input_bytes
         if kind is OpKind.D2H:
-            return slot.copy_out, lambda plan: 4 * len(plan.sampled)
+            return partial(slot.copy_out, stream), lambda plan: 4 * len(plan.sampled)
         if kind is OpKind.OFFLOAD:
-            return compute.offload, lambda plan: len(plan.offload.host)
+            return partial(compute.offload, stream), lambda plan: len(plan.offload.host)
         if kind is OpKind.RESTORE:
-            return compute.restore, lambda plan: len(plan.restore.host)
+            return partial(compute.restore, stream), lambda plan: len(plan.restore.host)
         raise NotImplementedError(f"the program has an operation that this executor does not know: {kind}")
 
     def _fill(self, slot: Slot, plan: StepPlan) -> None:

@@ -324,9 +324,7 @@ class LLM:
         """Finds out whether the model's decode steps can be captured; returns why not."""
         if not lanes.graphs:
             return ""
-        with lanes.on(Lane.COMPUTE):
-            refusal = self._compute.try_capture(self.engine.executor.slots[0])
-        lanes.take()
+        refusal = self._compute.try_capture(lanes.stream(Lane.COMPUTE), self.engine.executor.slots[0])
         torch.cuda.synchronize(lanes.device)
         return refusal
 

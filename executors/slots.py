@@ -1,7 +1,9 @@
 """The buffers of one I/O slot: host inputs, device inputs, device outputs, host outputs.
 
-Host buffers are pinned where there is a GPU, so that copies run without the host. Device outputs live here and not in a
-captured graph's pool: a later graph may not overwrite what a copy still reads or a carry-over still needs.
+Host buffers are pinned where there is a GPU, so that copies run without the host. Nobody else notes which copies are on
+their way: a slot keeps its buffers as long as it lives, and replaces what got too small only while it is free. Device
+outputs live here and not in a captured graph's pool: a later graph may not overwrite what a copy still reads or a
+carry-over still needs.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from asyncsched.rows import Rows
 from executors.logprobs import num_words
 from executors.sampling_layout import NUM_WORDS, Features
 from executors.sampling_rows import SamplingRows, SlotSampling
+from executors.streams import Stream, Transfer
 
 
 class DeviceInputs:
@@ -24,8 +27,10 @@ class DeviceInputs:
 
     def __init__(self, inputs: SlotInputs, buckets: Buckets, host: torch.Tensor, device: torch.Tensor) -> None:
         layout = inputs.layout(buckets)
-        self.host_part, self.device_part = host[: layout.num_words], device[: layout.num_words]
-        parts = torch.split(self.device_part, layout.sizes)
+        self.num_words = layout.num_words
+        part = device[: layout.num_words]
+        self.transfer = Transfer.of(part, host[: layout.num_words])
+        parts = torch.split(part, layout.sizes)
         self.changes_at, self.changes_to = parts[0].view(torch.int64), parts[1]
         self.token_ids, self.positions, self.kv_positions, self.carry = parts[2:6]
         self.rows, self.query_start, self.seq_lens, self.logits_at = parts[6:10]
@@ -62,6 +67,7 @@ class Slot:
         self._on_device = tokens_out.device
         self.inputs = SlotInputs(config, rows, self._allocate, NUM_WORDS)
         self._device = torch.zeros(self._host.numel(), dtype=torch.int32, device=self._on_device)
+        self._everything = Transfer.of(self._device, self._host)
         self._layouts: dict[Buckets, DeviceInputs] = {}
         self.sampling = SlotSampling(sampling_rows, self.inputs.samples)
         self.use(NOT_PADDED)
@@ -76,7 +82,7 @@ class Slot:
         self.host_tokens = torch.zeros(seqs, dtype=torch.int32, pin_memory=pinned)
         self.host_logprobs = torch.zeros(seqs, width, dtype=torch.int32, pin_memory=pinned)
         self._read_tokens: TokenArray = self.host_tokens.numpy()
-        self._token_copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by count: to, from
+        self._outputs: dict[int, tuple[Transfer, Transfer]] = {}  # by count: tokens, and logprobs
 
     @property
     def input_bytes(self) -> int:
@@ -104,26 +110,28 @@ class Slot:
             self._grow_resets(len(words))
             self._host_resets[: len(words)] = torch.from_numpy(words)
 
-    def copy_in(self, plan: StepPlan) -> None:
-        """Host inputs to the device, on the current stream: one copy, and a second one where rows are reset."""
+    def copy_in(self, stream: Stream, plan: StepPlan) -> None:
+        """Host inputs to the device: one copy, and a second one where rows are reset."""
         device = self.device
-        if self.inputs.num_words == len(device.host_part):
-            device.device_part.copy_(device.host_part, non_blocking=True)
-        else:
-            self._device.copy_(self._host, non_blocking=True)
+        stream.copy(device.transfer if self.inputs.num_words == device.num_words else self._everything)
         count = len(self.sampling.resets.words)
         if count:
-            self.resets[:count].copy_(self._host_resets[:count], non_blocking=True)
+            stream.copy(Transfer.of(self.resets[:count], self._host_resets[:count]))
 
-    def copy_out(self, plan: StepPlan) -> None:
-        """Device outputs to the host, on the current stream."""
+    def copy_out(self, stream: Stream, plan: StepPlan) -> None:
+        """Device outputs to the host."""
         count = len(plan.sampled)
-        if count not in self._token_copies:
-            self._token_copies[count] = self.host_tokens[:count], self.tokens_out[:count]
-        host, device = self._token_copies[count]
-        host.copy_(device, non_blocking=True)
+        if not count:
+            return
+        if count not in self._outputs:
+            self._outputs[count] = (
+                Transfer.of(self.host_tokens[:count], self.tokens_out[:count]),
+                Transfer.of(self.host_logprobs[:count], self.logprobs_out[:count]),
+            )
+        tokens, logprobs = self._outputs[count]
+        stream.copy(tokens)
         if self.features & Features.LOGPROBS:
-            self.host_logprobs[:count].copy_(self.logprobs_out[:count], non_blocking=True)
+            stream.copy(logprobs)
 
     def take_tokens(self, count: int) -> TokenArray:
         """The sampled tokens of a step that is over, copied out of the slot."""

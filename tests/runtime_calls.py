@@ -6,6 +6,7 @@ stretch is cut out by its steps: the profiler itself synchronises and allocates 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -75,6 +76,13 @@ def faults(calls: Sequence[Call], first_step: int, last_step: int) -> list[str]:
 def waits_of(calls: Sequence[Call]) -> list[Call]:
     """The calls in which the host waits for an event."""
     return [call for call in calls if call.name in ALLOWED_IN_COLLECT and not call.on_device]
+
+
+def calls_per_launch(calls: Sequence[Call], step: int) -> dict[str, int]:
+    """How often the launch of the step makes which call of the runtime, or runs which operator of torch."""
+    launch = _ranges(calls, "launch")[step]
+    inside = [call.name for call in calls if launch.start <= call.start <= launch.end and not call.on_device]
+    return dict(Counter(name for name in inside if name.startswith(("cu", "aten::"))))
 
 
 def _ranges(calls: Sequence[Call], work: str) -> dict[int, Call]:
