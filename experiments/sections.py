@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 
 from asyncsched.request import SamplingParams
 from asyncsched.timeline import Span, Timeline
+from executors.host_probe import read_host_speed
 from executors.llm import LLM
 from executors.models import Model
 from executors.outputs import StreamPiece
@@ -220,25 +221,29 @@ def prefill(setup: Setup) -> list[Row]:
 
 
 def host(setup: Setup) -> list[Row]:
-    """Host time per steady decode step by kind; only the host's spans are recorded. About 45 s at 8B."""
+    """Host time per steady decode step by kind; only the host's spans are recorded. About 45 s at 8B.
+
+    probe_us  how quick the host was around the run (executors/host_probe.py): hosts of one kind differ by half
+    """
     rows = []
     for batch in sorted({setup.less(32, 2), setup.less(256, 4)}):
         load = Load(batch, setup.less(128, 8), 192)
         for mode, depth in DEPTHS.items():
             with ours(setup, depth, [load]) as engine:
                 engine.prepare(load)
-                timeline = Timeline()
+                timeline, before = Timeline(), read_host_speed().step_us
                 engine.llm.engine.executor.record(timeline, devices=False)
                 engine.generate(load)
                 engine.llm.engine.executor.record(None)
-            rows.append({"batch": batch, "mode": mode, **host_breakdown(timeline.spans, batch)})
+                probe = (before + read_host_speed().step_us) / 2
+            rows.append({"batch": batch, "mode": mode, **host_breakdown(timeline.spans, batch), "probe_us": probe})
     return rows
 
 
 def host_breakdown(spans: list[Span], batch: int) -> Row:
     """Microseconds per step. Means add up to the wall: `rest` is what lies between spans, the callers' loops above all.
 
-    p50_us   by kind; `collect` is the wait for the device
+    p50_us   by kind; `collect` is the wait for the device. p10_us, p90_us beside it
     mean_us  by kind, with `rest`
     host_us  the p50s of plan, fill, launch and commit together
     """
@@ -248,7 +253,8 @@ def host_breakdown(spans: list[Span], batch: int) -> Row:
     for span in spans:
         if span.lane == "host" and first <= span.start_ns < last:
             kinds[span.name].append(span.end_ns - span.start_ns)
-    p50 = {kind: statistics.median(times) / 1e3 for kind, times in kinds.items()}
+    spread = {kind: np.percentile(times, (10, 50, 90)).tolist() for kind, times in kinds.items()}
+    p10, p50, p90 = ({kind: of_kind[at] / 1e3 for kind, of_kind in spread.items()} for at in range(3))
     mean = {kind: sum(times) / steps / 1e3 for kind, times in kinds.items()}
     wall = (last - first) / steps / 1e3
     mean["rest"] = wall - sum(mean.values())
@@ -258,6 +264,8 @@ def host_breakdown(spans: list[Span], batch: int) -> Row:
         "wall_p50_us": statistics.median(np.diff(plans).tolist()) / 1e3,
         "host_us": sum(p50[kind] for kind in ("plan", "fill", "launch", "commit")),
         "p50_us": p50,
+        "p10_us": p10,
+        "p90_us": p90,
         "mean_us": mean,
     }
 
