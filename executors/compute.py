@@ -141,7 +141,7 @@ class ComputeLane:
         carried = self._all_tokens.index_select(0, source.clamp(min=0))
         tokens = slot.device.token_ids[:count]
         carried = carried.clamp(min=0)  # a row whose logits were no numbers: it fails when it is collected
-        tokens.copy_(torch.where(source != NO_SOURCE, carried, tokens))
+        torch.where(source != NO_SOURCE, carried, tokens, out=tokens)
 
     @torch.no_grad()
     def _run(self, slot: Slot, view: StepView, num_samples: int, features: int) -> None:

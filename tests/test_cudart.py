@@ -214,4 +214,4 @@ def test_an_engine_that_is_dropped_waits_for_its_copies(is_idle: bool, monkeypat
         pass
     del llm
     gc.collect()
-    assert drained == ([] if is_idle else [lanes])
+    assert drained.count(lanes) == (0 if is_idle else 1)  # engines of other tests may end here too
