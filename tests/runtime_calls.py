@@ -78,11 +78,12 @@ def waits_of(calls: Sequence[Call]) -> list[Call]:
     return [call for call in calls if call.name in ALLOWED_IN_COLLECT and not call.on_device]
 
 
-def calls_per_launch(calls: Sequence[Call], step: int) -> dict[str, int]:
-    """How often the launch of the step makes which call of the runtime, or runs which operator of torch."""
-    launch = _ranges(calls, "launch")[step]
-    inside = [call.name for call in calls if launch.start <= call.start <= launch.end and not call.on_device]
-    return dict(Counter(name for name in inside if name.startswith(("cu", "aten::"))))
+def calls_of_step(calls: Sequence[Call], step: int) -> dict[str, int]:
+    """How often the host makes which call of the runtime, or runs which operator of torch, from launch to launch."""
+    launches = _ranges(calls, "launch")
+    begin, end = launches[step].start, launches[step + 1].start
+    names = [call.name for call in calls if begin <= call.start < end and not call.on_device]
+    return dict(Counter(name for name in names if name.startswith(("cu", "aten::"))))
 
 
 def _ranges(calls: Sequence[Call], work: str) -> dict[int, Call]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runtime_calls import Call, ProfilerRanges, calls_of, calls_per_launch, faults, waits_of
+from runtime_calls import Call, ProfilerRanges, calls_of, calls_of_step, faults, waits_of
 from tiny_models import TINY
 
 from asyncsched.request import SamplingParams
@@ -72,13 +72,13 @@ def test_what_happens_outside_the_stretch_is_none_of_its_faults() -> None:
         faults(steady(), FIRST, STEPS)
 
 
-def test_the_calls_of_one_launch_are_counted() -> None:
+def test_the_calls_of_one_step_are_counted() -> None:
     names = ("aten::copy_", "cudaMemcpyAsync", "cudaEventRecord", "cudaStreamWaitEvent", "cudaGraphLaunch")
-    expected = dict.fromkeys(names, 1)
-    assert calls_per_launch(steady(), 3) == expected
-    assert calls_per_launch([*steady(), Call("cudaEventRecord", 322, 323)], 3) == {**expected, "cudaEventRecord": 2}
+    expected = dict.fromkeys((*names, "cudaEventSynchronize"), 1)
+    assert calls_of_step(steady(), 3) == expected
+    assert calls_of_step([*steady(), Call("cudaEventRecord", 322, 323)], 3) == {**expected, "cudaEventRecord": 2}
     with pytest.raises(KeyError):
-        calls_per_launch(steady(), STEPS)
+        calls_of_step(steady(), STEPS - 1)
 
 
 def test_a_profile_becomes_calls() -> None:

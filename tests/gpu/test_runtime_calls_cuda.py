@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from runtime_calls import Call, ProfilerRanges, calls_of, calls_per_launch, faults, waits_of
+from runtime_calls import Call, ProfilerRanges, calls_of, calls_of_step, faults, waits_of
 from tiny_models import TINY
 
 from asyncsched.request import SamplingParams
@@ -67,11 +67,12 @@ def test_so_does_one_of_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None
     assert faults(calls, first, last) == []
 
 
-def test_a_captured_step_makes_eight_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_step_makes_eight_calls_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two copies, three records, two waits and one graph, and nothing of torch's around them."""
     calls, first, last = profiled_run(monkeypatch, GREEDY, 2)
     expected = {"cudaMemcpyAsync": 2, "cudaEventRecord": 3, "cudaStreamWaitEvent": 2, "cudaGraphLaunch": 1}
-    assert [calls_per_launch(calls, step) for step in range(first, last + 1)] == [expected] * (last - first + 1)
+    expected["cudaEventSynchronize"] = 1
+    assert [calls_of_step(calls, step) for step in range(first, last)] == [expected] * (last - first)
 
 
 def synchronize(name: str) -> None:
