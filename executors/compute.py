@@ -2,14 +2,16 @@
 
 A step that is padded to a bucket runs as one captured CUDA graph per (slot, bucket, sampling features). In the graph
 of a decode bucket every row is a sequence; in that of a mixed bucket, the device reads which sequences decode and which
-prefill. A graph is captured when it is first needed: capturing costs the host what an eager step does, once. All graphs
-share a memory pool, because they run one after the other on one lane.
+prefill. The first step of a shape runs kernel by kernel, as padded as all others: what happens when a kernel is loaded
+must not happen in a capture. Its graphs are captured when they are next needed, which costs the host what an eager step
+does, once per slot. All graphs share a memory pool, because they run one after the other on one lane.
 
 Where a step cannot be captured, because its forward pass waits for the device, it and all others run kernel by kernel.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cache
 
@@ -60,7 +62,8 @@ class ComputeLane:
         self.tokens_out = tokens_out
         self._all_tokens = tokens_out.view(-1)
         self._use_graphs = graphs
-        self.refusal = ""  # why steps that could be captured are not
+        self._has_run: set[tuple[Buckets, int]] = set()  # shapes of padded steps
+        self.refusal = ""  # why padded steps are not captured
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._host_keys: tuple[torch.Tensor, ...] = ()
@@ -68,7 +71,7 @@ class ComputeLane:
 
     def carry(self, stream: Stream, slot: Slot, plan: StepPlan) -> None:
         """Completes the inputs: changes of block tables, and the tokens that earlier steps in flight sample."""
-        if not self.is_captured(plan):
+        if not self._is_padded(plan):
             with stream.on():
                 self._complete(slot, plan.num_tokens, plan.num_decodes)
 
@@ -76,15 +79,17 @@ class ComputeLane:
         """Resets, forward pass and sampling; writes KV and the slot's outputs."""
         if not plan.num_tokens:
             return
-        features = variant(slot.features)
-        graph = None
-        if self.is_captured(plan) and not len(slot.sampling.resets.words):
-            graph = self._graphs.get((slot.index, (plan.bucket, plan.mixed_bucket), features))
+        features, buckets = variant(slot.features), (plan.bucket, plan.mixed_bucket)
+        graph = None if len(slot.sampling.resets.words) else self._graphs.get((slot.index, buckets, features))
         if graph is None:
             with stream.on():
-                graph = self._prepare(slot, plan, features)
-                if graph is None:
+                self._prepare(slot, features)
+                if not self._is_padded(plan):
                     self._run(slot, self._view(slot, plan), len(plan.sampled), features)
+                    return
+                graph = self._graph(slot, buckets, features)
+                if graph is None:
+                    self._run_padded(slot, buckets, features)
                     return
         stream.replay(graph)
 
@@ -92,6 +97,7 @@ class ComputeLane:
         """Captures the smallest bucket. Where the model cannot be captured, graphs are off; returns why."""
         if self._use_graphs and self.config.decode_buckets:
             with stream.on():
+                self._has_run.add(((self.config.decode_buckets[0], 0), 0))
                 self._graph(slot, (self.config.decode_buckets[0], 0), 0)
         return self.refusal
 
@@ -112,18 +118,12 @@ class ComputeLane:
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
-    def _prepare(self, slot: Slot, plan: StepPlan, features: int) -> torch.cuda.CUDAGraph | None:
-        """What comes before the forward pass, on the current stream; and the graph of the step, where it has one."""
+    def _prepare(self, slot: Slot, features: int) -> None:
+        """What no graph does, on the current stream."""
         resets = slot.sampling.resets
         if len(resets.words):
             self.sampler.reset(slot.resets, resets)
         self.sampler.allocate(features)
-        if not self.is_captured(plan):
-            return None
-        graph = self._graph(slot, (plan.bucket, plan.mixed_bucket), features)
-        if graph is None:
-            self._complete(slot, plan.num_tokens, plan.num_decodes)  # which the graph was to do
-        return graph
 
     def _complete(self, slot: Slot, num_tokens: int, num_decodes: int) -> None:
         if self.tokens_out.is_cuda:
@@ -202,29 +202,45 @@ class ComputeLane:
 
     @property
     def num_graphs(self) -> int:
-        """Captured so far: a step that needs a new one takes longer, once."""
-        return len(self._graphs)
+        """Captured so far, and shapes that have run once to be captured: such a step takes longer."""
+        return len(self._graphs) + len(self._has_run)
 
     def is_captured(self, plan: StepPlan) -> bool:
-        """Whether the step runs as one captured graph."""
+        """Whether the step runs as one captured graph, unless it is the first of its shape."""
+        return not self.refusal and self._is_padded(plan)
+
+    def _is_padded(self, plan: StepPlan) -> bool:
         return self._use_graphs and (plan.bucket > 0 or (plan.mixed_bucket > 0 and self.model.backend.captures_mixed))
 
     def _graph(self, slot: Slot, buckets: Buckets, features: int) -> torch.cuda.CUDAGraph | None:
-        """None where the step cannot be captured: from then on none is."""
-        key = (slot.index, buckets, features)
-        if key not in self._graphs:
+        """None where the shape has not run yet, or the step cannot be captured: from then on none is."""
+        key, shape = (slot.index, buckets, features), (buckets, features)
+        if shape not in self._has_run:
+            self._has_run.add(shape)
+        elif key not in self._graphs and not self.refusal:
             try:
                 self._graphs[key] = self._capture(slot, buckets, features)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # its forward pass waits for the device, or allocates by what it reads there
-                self._use_graphs, self.refusal = False, str(error).splitlines()[0]
+                self.refusal = str(error).splitlines()[0]
                 _end_capture_of_noise(self.tokens_out.device)
-                return None
-        return self._graphs[key]
+                logging.getLogger(__name__).warning("CUDA graphs are off from now on: %s", self.refusal)
+        return self._graphs.get(key)
 
     def _capture(self, slot: Slot, buckets: Buckets, features: int) -> torch.cuda.CUDAGraph:
-        """Records changes, carry-over, forward pass and sampling of a step on the current stream; runs nothing."""
+        """Records a padded step on the current stream; runs nothing."""
+        graph = torch.cuda.CUDAGraph()
+        # Not `torch.cuda.graph`, which synchronizes the device and collects garbage first: steps are in flight.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            self._run_padded(slot, buckets, features)
+        finally:
+            graph.capture_end()
+        return graph
+
+    def _run_padded(self, slot: Slot, buckets: Buckets, features: int) -> None:
+        """Changes, carry-over, forward pass and sampling of whatever the slot's inputs hold, in this shape."""
         slot.use(buckets)
         bucket, mixed_bucket = buckets
         num_tokens, num_seqs = bucket or mixed_bucket, bucket or self.config.max_num_seqs
@@ -239,15 +255,8 @@ class ComputeLane:
             is_padded=mixed_bucket > 0,
             samples_all=bucket > 0,
         )
-        graph = torch.cuda.CUDAGraph()
-        # Not `torch.cuda.graph`, which synchronizes the device and collects garbage first: steps are in flight.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            self._complete(slot, num_tokens, num_tokens)
-            self._run(slot, view, num_seqs, features)
-        finally:
-            graph.capture_end()
-        return graph
+        self._complete(slot, num_tokens, num_tokens)
+        self._run(slot, view, num_seqs, features)
 
     # ---- host pool -------------------------------------------------------------------------------------------------
 

@@ -198,7 +198,7 @@ class LLM:
 
     @property
     def num_graphs(self) -> int:
-        """Graphs captured so far."""
+        """Graphs captured so far, and shapes of steps that ran once to be captured."""
         return self._compute.num_graphs
 
     # ---- requests --------------------------------------------------------------------------------------------------

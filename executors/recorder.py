@@ -124,7 +124,7 @@ class Recorder:
     ) -> Run:
         llm, log = self._llm, self._log
         captured = llm.num_graphs - self._num_graphs
-        notes = (f"{captured} CUDA graphs were captured during the run",) if captured else ()
+        notes = (f"{captured} CUDA graphs were captured, or prepared, during the run",) if captured else ()
         if any(grown):
             notes += (f"device memory was asked for {grown[0]} times and given back {grown[1]} times during the run",)
         ended = log.last_delivery_ns

@@ -76,7 +76,7 @@ def test_captured_steps_are_launched_directly() -> None:
     lanes = llm.engine.executor.lanes
     launches = lanes.stream(Lane.COMPUTE)._launches
     assert len(launches) > 1
-    assert {call.func for call in launches.values()} == {lanes._runtime.launch}  # none of ours draws from torch
+    assert all(call.func is lanes._runtime.launch for call in launches.values())  # none of ours draws from torch
 
 
 def test_a_graph_that_draws_from_torch_stays_with_torch() -> None:

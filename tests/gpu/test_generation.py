@@ -88,6 +88,7 @@ def test_nothing_synchronizes_by_accident(params: SamplingParams, engine: dict[s
         outputs = llm.generate(prompts(12), params)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert not llm._compute.refusal
     assert [output.outputs[0].token_ids for output in outputs] == [output.outputs[0].token_ids for output in expected]
     assert all(len(output.outputs[0].token_ids) == 24 for output in outputs)  # a step that raises ends its requests
     assert engine is SMALL or llm.scheduler.preemptions > 0
@@ -151,6 +152,8 @@ def test_batch_invariant_tokens_do_not_depend_on_company() -> None:
     assert [run(roomy, [prompt])[0] for prompt in asked[:6]] == together[:6]
     assert run(tight, asked) == together
     assert tight.scheduler.preemptions > 0
+    assert not roomy._compute.refusal
+    assert not tight._compute.refusal
     assert run(engine(num_blocks=512), asked) != together  # so the comparison can fail
 
 
