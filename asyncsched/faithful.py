@@ -167,7 +167,7 @@ class FaithfulExecutor:
             return
         plan, dev_in = ticket.plan, self.dev_in[ticket.plan.slot]
         dev_in.use((plan.bucket, plan.mixed_bucket))
-        dev_in.table.reshape(-1)[dev_in.changes_at] = dev_in.changes_to
+        dev_in.apply_changes()
         mask = dev_in.carry[: plan.num_tokens].tolist()
         if not mask or max(mask) < 0:
             return

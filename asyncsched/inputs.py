@@ -139,6 +139,10 @@ class SlotInputs:
         self._fill_chunks(plan)
         self._pad_mixed(plan)
 
+    def apply_changes(self) -> None:
+        """What the carry-over operation does with a device's copy: brings its table up to date."""
+        self._flat_table[self.changes_at] = self.changes_to
+
     def resend(self) -> None:
         """The last copy may not have arrived: the next one takes the whole table."""
         self._is_stale = True

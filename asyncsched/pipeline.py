@@ -168,7 +168,7 @@ def pipeline(scheduler: Scheduler, inbox: Inbox, *, can_leap: bool = False) -> P
         if output is not None and len(inbox):  # a command comes after what was there before it
             yield Deliver(output)
             output = None
-        notices = _apply(scheduler, inbox)
+        notices = _apply(scheduler, inbox) if len(inbox) else None
         if notices:
             if output is not None:  # the command came from another thread, just now
                 yield Deliver(output)
