@@ -34,6 +34,7 @@ from asyncsched.request import TokenArray
 from asyncsched.rows import Rows
 
 NOBODY = -1  # the request of a padding row
+INT32 = np.dtype(np.int32)
 NO_OUTPUT = -(2**31)  # in an output buffer: nobody has written this
 
 
@@ -120,12 +121,13 @@ class FaithfulExecutor:
             return StepFailure(f"step {plan.step} timed out", stuck=True)
         if failure is not None:
             return failure
-        return np.array(self.host_out[plan.slot][: len(plan.sampled)], dtype=np.int32)
+        return np.array(self.host_out[plan.slot][: len(plan.sampled)], INT32)
 
     def finish(self) -> None:
-        """Runs all that is left, late as it is."""
+        """Runs all that is left, late as it is. Nothing can be launched afterwards."""
         self.lanes.end_stalls()
         self.lanes.drain()
+        self.lanes.close()
 
     def _plant(self, fault: Fault, ticket: Ticket, template: Template) -> None:
         """Prepares the fault of this step."""

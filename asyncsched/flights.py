@@ -78,6 +78,20 @@ class Flight:
         for writes, buffers in ((False, op.reads), (True, op.writes)):
             yield from ((buffer, writes) for buffer in buffers if buffer.kind in OF_BLOCKS)
 
+    def blocks(self, buffer: Buffer) -> set[int]:
+        """KV blocks of a buffer: quick, and some more than an operation touches of them."""
+        plan = self.snapshot.plan
+        match buffer.kind:
+            case BufferKind.KV_OFFLOADED:
+                return set(plan.offload.device.tolist())
+            case BufferKind.HOST_KV_OFFLOADED:
+                return set(plan.offload.host.tolist())
+            case BufferKind.KV_RESTORED:
+                return set(plan.restore.device.tolist())
+            case BufferKind.HOST_KV_RESTORED:
+                return set(plan.restore.host.tolist())
+        return {block for *_, blocks in self.snapshot.parts for block in blocks}
+
     def expanded(self, buffer: Buffer, writes: bool, config: EngineConfig) -> Access:
         if self._expanded is None:
             self._expanded = {}
@@ -151,7 +165,9 @@ def kv_races(
             continue
         for other, writes in later.kv(op):
             memory = OF_BLOCKS[one.kind]
-            if memory is OF_BLOCKS[other.kind] and memory not in races and (earlier_writes or writes):
+            if memory is not OF_BLOCKS[other.kind] or memory in races or not (earlier_writes or writes):
+                continue
+            if not earlier.blocks(one).isdisjoint(later.blocks(other)):
                 met = overlap(earlier.expanded(one, earlier_writes, config), later.expanded(other, writes, config))
                 if met is not None:
                     races[memory] = Race(op, earlier, earlier_op, met[1], met[0], earlier_writes, writes)

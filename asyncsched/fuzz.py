@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from asyncsched.adversary import Adversary, Eager, Lazy, Seeded
 from asyncsched.faithful import FaithfulExecutor, IllegalAccessError
 from asyncsched.fuzz_accounts import FindingError
@@ -38,7 +40,6 @@ from asyncsched.pipeline import (
     Submit,
     pipeline,
 )
-from asyncsched.request import as_tokens
 from asyncsched.scheduler import Scheduler
 
 
@@ -150,9 +151,8 @@ class _Run:
         if isinstance(command, Submission):
             self.checker.submitted(command)
             matcher = PatternMatcher(command.pattern) if command.pattern else None
-            self.inbox.put(
-                Submit(command.request_id, as_tokens(command.prompt), command.params, command.priority, matcher)
-            )
+            prompt = np.array(command.prompt, dtype=np.int32)
+            self.inbox.put(Submit(command.request_id, prompt, command.params, command.priority, matcher))
         elif command.kind == "abort":
             self.checker.aborting(command.request_id)
             self.inbox.put(Abort(command.request_id))

@@ -13,6 +13,7 @@ first.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -21,10 +22,7 @@ from numpy.typing import NDArray
 from asyncsched.config import EngineConfig
 from asyncsched.kv import NULL_BLOCK
 from asyncsched.plan import NO_SOURCE, StepPlan
-from asyncsched.rows import Rows
-
-PLACEHOLDER = 0  # stands for the token that carry-over fills in
-NO_SOURCES = np.array(NO_SOURCE)  # numpy takes it faster than a Python int
+from asyncsched.rows import PLACEHOLDER, Rows
 
 Int32s = NDArray[np.int32]
 Allocate = Callable[[int], Int32s]
@@ -56,7 +54,7 @@ class SlotInputs:
 
     changes_at    [C] int64  flat places in `table`; the last one, of the null row, where there are fewer changes
     changes_to    [C]    what to write there
-    token_ids     [T]    known tokens; PLACEHOLDER where carry-over will write
+    token_ids     [T]    known tokens; PLACEHOLDER where carry-over will write, as `tokens` of `Rows` has it
     positions     [T]
     kv_positions  [T]    block * block_size + offset that the token's KV is written to
     carry         [T]    the carry-over mask by flat token position: slot * max_num_seqs + index, or NO_SOURCE
@@ -111,7 +109,8 @@ class SlotInputs:
             return False
         if buckets not in self._layouts:
             layout = self.layout(buckets)
-            arrays = np.split(self.buffer[: layout.num_words], np.cumsum(layout.sizes)[:-1])
+            ends = list(accumulate(layout.sizes))
+            arrays = [self.buffer[end - size : end] for size, end in zip(layout.sizes, ends, strict=True)]
             samples = arrays[-1].reshape(layout.num_seqs, self._words_per_sample)
             self._layouts[buckets] = layout, arrays[0].view(np.int64), tuple(arrays[1:-1]), samples
         layout, self.changes_at, parts, self.samples = self._layouts[buckets]
@@ -181,9 +180,7 @@ class SlotInputs:
         blocks = state.flat_table[state.table_base[rows] + state.column_of[positions]]
         self.positions[:count] = positions
         self.kv_positions[:count] = blocks * self._size + state.offset_of[positions]
-        tokens = state.flat_tokens[state.token_base[rows] + positions]
-        tokens[plan.carry != NO_SOURCES] = PLACEHOLDER
-        self.token_ids[:count] = tokens
+        self.token_ids[:count] = state.flat_tokens[state.token_base[rows] + positions]
         self.carry[:count] = plan.carry
 
     def _fill_chunks(self, plan: StepPlan) -> None:

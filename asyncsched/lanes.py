@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from itertools import repeat
 from typing import NamedTuple
 
 from asyncsched.adversary import LANES, UPSTREAM_FIRST, Adversary, Order
@@ -91,16 +90,17 @@ class Lanes:
     def enqueue(self, template: Template, ticket: Ticket) -> None:
         """Does the operations of the host and enqueues the others, in order."""
         compiled = _compiled.get(id(template)) or _compile(template)
-        newest, records = self._newest, [False] * len(compiled.events)
+        lanes, newest, records = self._lanes, self._newest, [False] * len(compiled.events)
         ticket.records = records
         if compiled.awaited:
             ticket.found = {event: newest.get(event) for event in compiled.awaited}
         for on_host, on_lanes in compiled.stages:
             for part in on_host:
                 self._on_host(ticket, part)
-            for place, parts in on_lanes:
-                self._lanes[place].extend(zip(repeat(ticket), parts))
-        newest.update(zip(compiled.events, zip(repeat(records), compiled.places)))  # noqa: B905
+            for place, part in on_lanes:
+                lanes[place].append((ticket, part))
+        for place, event in enumerate(compiled.events):
+            newest[event] = records, place
         ticket.synchronize = newest.get(compiled.synchronize)
 
     def advance(self) -> None:
@@ -124,6 +124,10 @@ class Lanes:
         """Runs everything that can run."""
         while self._run_one(UPSTREAM_FIRST):
             pass
+
+    def close(self) -> None:
+        """Nothing is enqueued any more: lets go of who owns these lanes."""
+        self._runs.clear()
 
     # ---- stalls ----------------------------------------------------------------------------------------------------
 
@@ -194,14 +198,14 @@ class _Part(NamedTuple):
     records: tuple[int, ...] = ()
 
 
-Stage = tuple[list[Part], list[tuple[int, list[Part]]]]
+Stage = tuple[list[Part], list[tuple[int, Part]]]
 
 
 class _Compiled(NamedTuple):
     """A template made cheap to enqueue.
 
     stages       what the host does first, and what it enqueues then, by lane
-    events       what each recording records; `places` counts them
+    events       what each recording records
     awaited      events of which a recording of an earlier step is waited for
     synchronize  an event, or -1
     """
@@ -209,7 +213,6 @@ class _Compiled(NamedTuple):
     template: Template  # kept, so that its identity stays its own
     stages: list[Stage]
     events: tuple[int, ...]
-    places: range
     awaited: tuple[int, ...]
     synchronize: int
 
@@ -245,7 +248,7 @@ def _compile(template: Template) -> _Compiled:
     synchronize = _event(ops[-1]) if synchronizes else -1
     if len(_compiled) >= MAX_TEMPLATES:
         _compiled.clear()
-    compiled = _Compiled(template, _stages(parts), tuple(events), range(len(events)), tuple(awaited), synchronize)
+    compiled = _Compiled(template, _stages(parts), tuple(events), tuple(awaited), synchronize)
     _compiled[id(template)] = compiled
     return compiled
 
@@ -260,9 +263,7 @@ def _stages(parts: list[_Part]) -> list[Stage]:
         part: Part = run, own, event, records
         on_host, on_lanes = stages[-1]
         if lane != HOST:
-            groups = dict(on_lanes)
-            groups.setdefault(lane, []).append(part)
-            on_lanes[:] = groups.items()
+            on_lanes.append((lane, part))
         elif on_lanes:
             stages.append(([part], []))
         else:

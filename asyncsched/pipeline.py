@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from asyncsched import leaps
 from asyncsched.plan import StepOutput, StepPlan
@@ -82,30 +82,34 @@ class Inbox:
         return len(self._commands)
 
 
-class Host(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Host:
     """Host work of this kind (plan, commit) was done for `plan`."""
 
-    kind: str
-    plan: StepPlan
+    kind: Final[str]
+    plan: Final[StepPlan]
 
 
-class Launch(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Launch:
     """Run the program up to its `synchronize`, without blocking. Send back a ticket."""
 
-    program: StepProgram
+    program: Final[StepProgram]
 
 
-class Collect(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Collect:
     """Block until the step is done. Send back its tokens, int32[m], copied out of the slot; or a StepFailure."""
 
-    ticket: object
-    plan: StepPlan
+    ticket: Final[object]
+    plan: Final[StepPlan]
 
 
-class Deliver(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Deliver:
     """Hand tokens and notices to their users now."""
 
-    output: StepOutput
+    output: Final[StepOutput]
 
 
 class Idle(NamedTuple):

@@ -23,7 +23,7 @@ from asyncsched.plan import NO_COPIES, BlockCopies, IndexArray, StepPlan
 from asyncsched.request import HostCopy, Request, TokenArray
 from asyncsched.rows import Rows
 
-ONE: IndexArray = np.array(1, dtype=np.int64)
+ONE: IndexArray = np.array(1, dtype=np.int64)  # numpy takes it faster than a Python int
 
 
 class Residency:
@@ -34,8 +34,6 @@ class Residency:
         self.rows = rows
         self.pool = BlockPool(config.num_blocks)
         self.host_pool = BlockPool(config.num_host_blocks)
-        # numpy takes an array of no dimensions faster than a Python int
-        self._size: IndexArray = np.array(config.block_size, dtype=np.int64)
         window = config.sliding_window
         if window is not None:
             # by position: the first block that a query there, or behind, may see
@@ -67,7 +65,7 @@ class Residency:
 
     def lacks_block(self, rows: IndexArray, positions: IndexArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Which rows need one more block before they can write to their position."""
-        return self.rows.num_blocks[rows] * self._size <= positions
+        return self.rows.num_blocks[rows] <= self.rows.column_of[positions]
 
     def grow(self, rows: IndexArray) -> None:
         """One more block for each row. Ask `pool.available` first."""
@@ -231,7 +229,10 @@ class Residency:
         """Makes the blocks this step filled shareable; rows that gave up their blocks have none to share."""
         r = self.rows
         before, after = r.column_of[plan.starts], r.column_of[plan.ends]
-        for place in (after > before).nonzero()[0].tolist():
+        fills = after > before
+        if True not in fills.tobytes():
+            return
+        for place in fills.nonzero()[0].tolist():
             row = plan.rows.item(place)
             if not r.num_blocks.item(row):
                 continue
@@ -241,7 +242,10 @@ class Residency:
     def _free_outside_window(self, plan: StepPlan) -> None:
         r, rows = self.rows, plan.rows
         visible = self._first_seen[r.computed[rows]]
-        for place in (visible > r.freed[rows]).nonzero()[0].tolist():
+        leaves = visible > r.freed[rows]
+        if True not in leaves.tobytes():
+            return
+        for place in leaves.nonzero()[0].tolist():
             row, first = rows.item(place), visible.item(place)
             if r.num_blocks.item(row):
                 freed = r.freed.item(row)

@@ -18,6 +18,7 @@ from asyncsched.request import Request
 
 NEVER = -1
 NO_TOKEN = -1
+PLACEHOLDER = 0  # in place of a token that is not known
 
 
 class TableWrite(NamedTuple):
@@ -46,9 +47,11 @@ class Rows:
                 freed       leading blocks that left the sliding window
                 owner       the request that has the row, a list
 
-    tokens is int32[capacity, max_model_len], table is int32[capacity, max_blocks_per_seq]; flat_tokens and flat_table
-    are the same memory, in which row r begins at token_base[r] and table_base[r]: one index is faster than two.
-    column_of and offset_of say where a position is: in which entry of a table, and where in that block (int32).
+    tokens is int32[capacity, max_model_len], PLACEHOLDER behind what is known; table is int32[capacity,
+    max_blocks_per_seq]. flat_tokens and flat_table are the same memory, in which row r begins at token_base[r] and
+    table_base[r]: one index is faster than two.
+    column_of and offset_of say where a position is: in which entry of a table, and where in that block (int32); after
+    is the position after it, since a gather takes less than an addition.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -62,6 +65,7 @@ class Rows:
         self.table_base = np.arange(capacity) * config.max_blocks_per_seq
         positions = np.arange(config.max_model_len + 1)
         self.column_of = positions // config.block_size
+        self.after = positions + 1
         self.offset_of = (positions % config.block_size).astype(np.int32)
         self.computed = np.zeros(capacity, dtype=np.int64)
         self.known = np.zeros(capacity, dtype=np.int64)
@@ -90,6 +94,7 @@ class Rows:
         return self._free.pop()
 
     def give_back(self, row: int) -> None:
+        self.tokens[row, : self.known.item(row)] = PLACEHOLDER
         self._free.append(row)
 
     def journal(self) -> list[TableWrite]:

@@ -43,7 +43,7 @@ from asyncsched.residency import Residency
 from asyncsched.rows import NEVER, NO_TOKEN, Rows
 
 NO_ROWS: IndexArray = np.zeros(0, dtype=np.int64)
-ONE: IndexArray = np.array(1, dtype=np.int64)  # numpy takes an array of no dimensions faster than a Python int
+NO_SOURCES: IndexArray = np.array(NO_SOURCE, dtype=np.int64)  # numpy takes it faster than a Python int
 UINT32 = np.dtype(np.uint32)
 
 
@@ -170,7 +170,7 @@ class Scheduler:
         overshoot = 0
         live = r.live[rows]
         if False in live.tobytes():
-            overshoot = int(np.count_nonzero(r.stopped[rows]))
+            overshoot = r.stopped[rows].tobytes().count(True)
             rows, ends, tokens = rows[live], ends[live], tokens[live]
         finished: tuple[Finished, ...] = ()
         valid = tokens.view(UINT32) < self._vocab_size  # a negative token is a large number
@@ -178,9 +178,11 @@ class Scheduler:
             finished = stops.fail_tokens(r, rows[~valid], tokens[~valid], self.config.vocab_size, self._end)
             rows, ends, tokens = rows[valid], ends[valid], tokens[valid]
         r.flat_tokens[r.token_base[rows] + ends] = tokens
-        r.known[rows] = ends + ONE
+        r.known[rows] = r.after[ends]
         requests = r.request[rows]
-        ended = (tokens == r.stop_token[rows]) | (ends >= r.last_end[rows])
+        ended = tokens == r.stop_token[rows]
+        if self._finishing:  # nobody else is at its length limit
+            ended = ended | (ends >= r.last_end[rows])
         if True in r.scrutinise[rows].tobytes():
             requests, tokens, stopped = stops.commit_one_by_one(r, rows, ends, tokens, self._end)
             finished += stopped
@@ -262,7 +264,7 @@ class Scheduler:
             lacks = self.residency.lacks_block(rows, starts)
             if True not in lacks.tobytes():
                 return rows, starts
-            lacking = int(np.count_nonzero(lacks))
+            lacking = lacks.tobytes().count(True)
             if lacking <= pool.available:
                 break
             victim = None
@@ -409,8 +411,8 @@ class Scheduler:
         self._next_step += 1
         num_decodes = len(rows)
         carry = r.source[rows]
-        carry[r.sampled_at[rows] <= self._settled] = NO_SOURCE
-        ends = starts + ONE
+        carry[r.sampled_at[rows] <= np.array(self._settled)] = NO_SOURCES
+        ends = r.after[starts]
         sampled, sampled_ends, sampled_at = rows, ends, self._arange[:num_decodes]
         num_tokens = num_decodes
         if chunks:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from strategies import cases, family_text
 
 from asyncsched.config import EngineConfig
-from asyncsched.inputs import PLACEHOLDER, SlotInputs
+from asyncsched.inputs import SlotInputs
 from asyncsched.kv import NULL_BLOCK
 from asyncsched.plan import NO_SOURCE, StepPlan, StepShape
 from asyncsched.program import StepProgram
 from asyncsched.request import SamplingParams
-from asyncsched.rows import Rows
+from asyncsched.rows import PLACEHOLDER, Rows
 from asyncsched.scheduler import Scheduler
 
 CHANGES = ("changes_at", "changes_to")

@@ -42,8 +42,8 @@ EQUIVALENT = (
         "no placeholder",  # whatever stands there, the carry-over overwrites it before anything reads it
         (
             rewrite(
-                "inputs.SlotInputs._fill_decodes",
-                ("tokens[plan.carry != NO_SOURCES] = PLACEHOLDER", "pass"),
+                "rows.Rows.give_back",
+                ("self.tokens[row, : self.known.item(row)] = PLACEHOLDER", "pass"),
             ),
         ),
         "plain",

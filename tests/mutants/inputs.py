@@ -67,7 +67,7 @@ INPUTS = (
     ),
     Mutant(
         "the oldest step in flight counts as collected",
-        (rewrite(SEAL, ("r.sampled_at[rows] <= self._settled", "r.sampled_at[rows] <= self._settled + 1")),),
+        (rewrite(SEAL, ("r.sampled_at[rows] <= np.array(self._settled)", "r.sampled_at[rows] <= self._settled + 1")),),
         "plain",
     ),
     Mutant(

@@ -78,7 +78,7 @@ REQUESTS = (
             rewrite(
                 COMMIT,
                 ("r.token_base[rows] + ends", "r.token_base[rows] + r.known[rows]"),
-                ("r.known[rows] = ends + ONE", "r.known[rows] += 1"),
+                ("r.known[rows] = r.after[ends]", "r.known[rows] += 1"),
             ),
         ),
         "01-evict-in-flight",
@@ -183,7 +183,7 @@ REQUESTS = (
     Mutant("the queue runs backwards", (rewrite("queue.WaitingQueue.head", ("[0]", "[-1]")),), "priorities"),
     # ---- stops and ends
     Mutant("overshoot is delivered", (around(COMMIT, overshoot_is_delivered),), "stop tokens", 7),
-    Mutant("overshoot is not told", (rewrite(COMMIT, ("int(np.count_nonzero(r.stopped[rows]))", "0")),), "stop tokens"),
+    Mutant("overshoot is not told", (rewrite(COMMIT, ("r.stopped[rows].tobytes().count(True)", "0")),), "stop tokens"),
     Mutant(
         "length stops are one early",
         (rewrite(SEAT, ("max_total_tokens - 1", "max_total_tokens - 2")),),
@@ -209,7 +209,7 @@ REQUESTS = (
     ),
     Mutant(
         "content stops are one late",
-        (rewrite(COMMIT, ("(tokens == r.stop_token[rows])", "(r.tokens[rows, ends - 1] == r.stop_token[rows])")),),
+        (rewrite(COMMIT, ("tokens == r.stop_token[rows]", "r.tokens[rows, ends - 1] == r.stop_token[rows]")),),
         "stop tokens",
     ),
     Mutant(
