@@ -32,6 +32,18 @@ NEVER = -2  # tag: by nobody
 Clock = tuple[int, ...]  # by lane: the newest operation that is known to be over, 0 for the newest enqueued
 
 
+def plus(one: Clock, other: Clock) -> Clock:
+    """Lane by lane, and spelled out: every launch and every collection needs it."""
+    (a, b, c, d), (e, f, g, h) = one, other
+    return a + e, b + f, c + g, d + h
+
+
+def is_within(one: Clock, other: Clock) -> bool:
+    """Whether `other` knows all that `one` knows."""
+    (a, b, c, d), (e, f, g, h) = one, other
+    return a <= e and b <= f and c <= g and d <= h
+
+
 class Edge(NamedTuple):
     """A record, wait or synchronize of programs: the `nth` of its kind in a program, in any slot."""
 
@@ -109,11 +121,12 @@ class Shape:
             raise ValueError("after the launch a program may have host operations only")
         self.lanes = [LANES.index(op.lane) for op in self.ops]
         self.numbers: list[int] = []
-        self.counts = [0] * len(LANES)
+        counts = [0] * len(LANES)
         for place, lane in enumerate(self.lanes):
-            self.numbers.append(self.counts[lane] + 1)
+            self.numbers.append(counts[lane] + 1)
             if place < self.num_launched:
-                self.counts[lane] += 1
+                counts[lane] += 1
+        self.counts: Clock = tuple(counts)
         self.slot_reads = [[b for b in op.reads if b.kind in OF_SLOT] for op in self.ops]
         self.slot_writes = [[b for b in op.writes if b.kind in OF_SLOT] for op in self.ops]
         self.slot_buffers = {b for buffers in (*self.slot_reads, *self.slot_writes) for b in buffers}

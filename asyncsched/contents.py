@@ -141,7 +141,7 @@ class Contents:
 
     # ---- KV --------------------------------------------------------------------------------------------------------
 
-    def read(self, snapshot: Snapshot, *, own_too: bool) -> list[Flaw] | None:
+    def read(self, snapshot: Snapshot, own_too: bool) -> list[Flaw] | None:
         """Each row reads the positions before its queries that it sees, and with `own_too` those of its queries."""
         holds, size, window = self._device.holds, self._size, self._window
         found, wrong = holds.__getitem__, []
@@ -159,7 +159,7 @@ class Contents:
         flaws = (self._judge(snapshot, place, column, upto) for place, column, upto in wrong)
         return [flaw for flaw in flaws if flaw is not None]
 
-    def write(self, snapshot: Snapshot, *, is_checked: bool) -> list[Flaw] | None:
+    def write(self, snapshot: Snapshot, is_checked: bool) -> list[Flaw] | None:
         """Each row writes positions starts..ends-1. `is_checked`: what stands before them was just read."""
         holds, writer, size, step = self._device.holds, self._device.writer, self._size, snapshot.plan.step
         holes = [] if is_checked else self._holes(snapshot)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import add, le
 from typing import NamedTuple
 
 from asyncsched.accesses import OF_BLOCKS, OF_SLOT, Access, Memory, Spot, expand, overlap
-from asyncsched.clocks import Clock, Shape
+from asyncsched.clocks import Clock, Shape, is_within, plus
 from asyncsched.config import EngineConfig
 from asyncsched.contents import Snapshot
 from asyncsched.program import Buffer, BufferKind, Event, Lane, OpKind
@@ -49,14 +48,14 @@ class Flight:
         self.shape = shape
         self.step = snapshot.plan.step
         self.start = start
-        self.end: Clock = tuple(map(add, start, shape.counts))
+        self.end = plus(start, shape.counts)
         self._written: Units | None = None
         self.sources = sources
         self.is_in_flight = True
         self._expanded: dict[tuple[Buffer, bool], Access] | None = None
 
     def is_over(self, known: Clock) -> bool:
-        return all(map(le, self.end, known))
+        return is_within(self.end, known)
 
     def where(self, place: int) -> Where:
         op = self.shape.ops[place]

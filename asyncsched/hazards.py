@@ -25,11 +25,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, reduce
-from operator import add, or_
+from operator import or_
 from typing import NamedTuple
 
 from asyncsched import findings
-from asyncsched.clocks import HOST, LANES, Clock, Edge, KvOp, Problem, Shape, Trouble
+from asyncsched.clocks import HOST, LANES, Clock, Edge, KvOp, Problem, Shape, Trouble, plus
 from asyncsched.config import EngineConfig
 from asyncsched.contents import Contents, Flaw, Snapshot
 from asyncsched.findings import Finding, FindingKind
@@ -188,7 +188,7 @@ class HazardChecker:
     def _absolute(self, flight: Flight, op: KvOp | Problem) -> Clock:
         """The clock of an operation that is being enqueued, by numbers since the beginning."""
         start = flight.start if op.op < flight.shape.num_launched else self._issued
-        return tuple(map(add, start, op.clock))
+        return plus(start, op.clock)
 
     def _check_quarantine(self, flight: Flight) -> None:
         for stuck in self._stuck:
@@ -261,7 +261,7 @@ class HazardChecker:
         """A step is no more in flight. Forgets steps with which nothing later can conflict."""
         flight.is_in_flight = False
         del self._in_flight[tag]
-        known, window = tuple(map(add, self._issued, self._order.situation.known)), self._window
+        known, window = plus(self._issued, self._order.situation.known), self._window
         if flight.is_over(known):
             window.remove(flight)
         if len(window) != len(self._in_flight):  # who was kept before may be over by now
@@ -401,11 +401,23 @@ def _actions(shape: Shape) -> Iterator[tuple[int, Action]]:
         if BufferKind.KV_READ in reads:
             if not is_carried:
                 yield place, Contents.not_carried
-            yield place, partial(Contents.read, own_too=BufferKind.KV_WRITTEN not in writes)
+            yield place, _reading(own_too=BufferKind.KV_WRITTEN not in writes)
         if BufferKind.KV_WRITTEN in writes:
-            yield place, partial(Contents.write, is_checked=BufferKind.KV_READ in reads)
+            yield place, _writing(is_checked=BufferKind.KV_READ in reads)
         for buffer in op.writes:
             if buffer.kind is BufferKind.DEV_OUT:
-                yield place, partial(Contents.sampled, slot=buffer.slot)
+                yield place, _sampling(buffer.slot)
         if BufferKind.KV_OFFLOADED in reads:
             yield place, Contents.offload
+
+
+def _reading(*, own_too: bool) -> Action:
+    return lambda contents, snapshot: contents.read(snapshot, own_too)
+
+
+def _writing(*, is_checked: bool) -> Action:
+    return lambda contents, snapshot: contents.write(snapshot, is_checked)
+
+
+def _sampling(slot: int) -> Action:
+    return lambda contents, snapshot: contents.sampled(snapshot, slot)
