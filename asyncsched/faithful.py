@@ -33,6 +33,8 @@ from asyncsched.program import OpKind, StepProgram, Template
 from asyncsched.request import TokenArray
 from asyncsched.rows import Rows
 
+# Each operation asks whether it is one of these that raises, and a member of an Enum is slow to look up.
+H2D, RESTORE, FORWARD, D2H, OFFLOAD = OpKind.H2D, OpKind.RESTORE, OpKind.FORWARD, OpKind.D2H, OpKind.OFFLOAD
 NOBODY = -1  # the request of a padding row
 INT32 = np.dtype(np.int32)
 NO_OUTPUT = -(2**31)  # in an output buffer: nobody has written this
@@ -157,15 +159,15 @@ class FaithfulExecutor:
         ticket.num_words = host_in.num_words
 
     def _h2d(self, ticket: Ticket) -> None:
-        if ticket.broken is OpKind.H2D or ticket.broken is OpKind.RESTORE:
-            ticket.broken = OpKind.FORWARD  # the host went no further
+        if ticket.broken is H2D or ticket.broken is RESTORE:
+            ticket.broken = FORWARD  # the host went no further
             return
         slot, count = ticket.plan.slot, ticket.num_words
         self.dev_in[slot].buffer[:count] = self.host_in[slot].buffer[:count]
 
     def _carry(self, ticket: Ticket) -> None:
         """Applies changes of block tables; overwrites placeholders by tokens that are still on the device."""
-        if ticket.broken is OpKind.FORWARD:
+        if ticket.broken is FORWARD:
             return
         plan, dev_in = ticket.plan, self.dev_in[ticket.plan.slot]
         dev_in.use((plan.bucket, plan.mixed_bucket))
@@ -185,7 +187,7 @@ class FaithfulExecutor:
             raise IllegalAccessError(f"the carry-over of step {plan.step} leaves its buffers") from None
 
     def _forward(self, ticket: Ticket) -> None:
-        if ticket.broken is not OpKind.FORWARD:
+        if ticket.broken is not FORWARD:
             try:
                 self._compute(ticket)
             except IndexError:
@@ -252,16 +254,16 @@ class FaithfulExecutor:
         return self._weights[position] * self.kv[dev_in.table.item(row, column)][offset]
 
     def _d2h(self, ticket: Ticket) -> None:
-        if ticket.broken is not OpKind.D2H:
+        if ticket.broken is not D2H:
             slot, count = ticket.plan.slot, len(ticket.plan.sampled)
             self.host_out[slot][:count] = self.dev_out[slot][:count]
 
     def _offload(self, ticket: Ticket) -> None:
-        if ticket.broken is not OpKind.OFFLOAD:
+        if ticket.broken is not OFFLOAD:
             for device, host in zip(*ticket.plan.offload, strict=True):
                 self.host_kv[host] = self.kv[device][:]
 
     def _restore(self, ticket: Ticket) -> None:
-        if ticket.broken is not OpKind.RESTORE:
+        if ticket.broken is not RESTORE:
             for device, host in zip(*ticket.plan.restore, strict=True):
                 self.kv[device] = self.host_kv[host][:]

@@ -91,6 +91,9 @@ def run_scenario(scenario: Scenario, adversary: Adversary | None = None) -> Epis
     return Episode(run.checker.steps, run.checker.digest, run.checker.counts, finding)
 
 
+NO_PLAN = 2**63  # has this number
+
+
 class _Run:
     """One scenario on one engine."""
 
@@ -107,13 +110,14 @@ class _Run:
 
     def to_the_end(self) -> None:
         scheduler, executor, checker, hazards = self.scheduler, self.executor, self.checker, self.hazards
-        commands, rows = self._commands, scheduler.rows
+        commands, rows, due = self._commands, scheduler.rows, self._due
         loop = pipeline(scheduler, self.inbox)
         send = loop.send
         reply: object = None
         while True:
-            if commands and commands[0].at <= scheduler.plans:
+            if due <= scheduler.plans:
                 self._enter(commands.popleft())
+                due = self._due
                 continue
             try:
                 effect = send(reply)
@@ -144,8 +148,14 @@ class _Run:
                 checker.delivered(effect.output)
             elif isinstance(effect, Idle):
                 self._idle()
+                due = self._due
         executor.finish()
         checker.finish()
+
+    @property
+    def _due(self) -> int:
+        """Before which plan the next command enters."""
+        return self._commands[0].at if self._commands else NO_PLAN
 
     def _enter(self, command: Submission | Control) -> None:
         if isinstance(command, Submission):
