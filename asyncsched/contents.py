@@ -14,8 +14,9 @@ collected: then it is a shared prefix. Digests of real tokens decide, not what t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -55,13 +56,14 @@ class Flaw(NamedTuple):
 Part = tuple[int, int, int, int, list[int]]
 
 
-class Snapshot(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Snapshot:
     """A plan and the block tables of its rows when it was made, as lists: batches that are checked are small."""
 
-    plan: StepPlan
-    state: Rows
-    carry: list[int]
-    parts: list[Part]
+    plan: Final[StepPlan]
+    state: Final[Rows]
+    carry: Final[list[int]]
+    parts: Final[list[Part]]
 
     @property
     def table(self) -> IndexArray:

@@ -241,7 +241,7 @@ class FaithfulExecutor:
         if not all(history):
             request = int(plan.requests[seq]) if seq < len(plan.rows) else NOBODY
             self.unwritten.append(UnwrittenRead(plan.step, request, seen + history.index(UNWRITTEN)))
-        return sum(map(mul, history, self._weights[seen:past]))
+        return sum(map(mul, history, self._weights[seen:past] if seen else self._weights))
 
     def _move_on(self, dev_in: SlotInputs, row: int, position: int, digest: int) -> int:
         """The digest for the query after `position`: this one comes into sight, another may leave the window."""

@@ -59,12 +59,12 @@ class BlockPool:
     @property
     def num_coming(self) -> int:
         """Fenced blocks that will be available once steps are collected; what is in quarantine never will."""
-        return sum(len(blocks) for blocks in self._fences.values())
+        return sum(map(len, self._fences.values()))
 
     @property
     def num_usable(self) -> int:
         """Blocks that are not in quarantine, and will not be once their owners let go."""
-        doomed = sum(until == FOREVER for until in self._copied.values())
+        doomed = list(self._copied.values()).count(FOREVER)
         return self.num_blocks - self.num_fenced + self.num_coming - doomed
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from asyncsched.adversary import LANES, UPSTREAM_FIRST, Adversary, Order
@@ -201,7 +202,8 @@ class _Part(NamedTuple):
 Stage = tuple[list[Part], list[tuple[int, Part]]]
 
 
-class _Compiled(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Compiled:
     """A template made cheap to enqueue.
 
     stages       what the host does first, and what it enqueues then, by lane

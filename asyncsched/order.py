@@ -9,6 +9,7 @@ many more than states, so runs are remembered by state, and moves by situation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from asyncsched.clocks import HOST, IDLE, Clock, Edge, KvOp, Problem, Run, Shape, State, Trouble, joined, without_tag
@@ -43,7 +44,8 @@ class Node:
 WhatIfs = tuple[tuple[Edge, Node], ...]
 
 
-class Move(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
     """What a launch or a collection does: the situation after it, and what was found on the way.
 
     captured   for each wait and synchronize, by place in the program: the tag of the step whose record it found
