@@ -18,6 +18,11 @@ LANES = tuple(lane for lane in Lane if lane is not Lane.HOST)
 UPSTREAM_FIRST = tuple(range(len(LANES)))  # in the order of Lane, which is the order of a step
 DOWNSTREAM_FIRST = UPSTREAM_FIRST[::-1]  # runs the least that the host waits for
 ORDERS = tuple(permutations(range(len(LANES))))
+# By lane that is held back: orders without it, and, where nothing else can run and the host waits, with it at the end.
+ORDERS_WITHOUT = tuple(
+    tuple(tuple(lane for lane in order if lane != held) for order in ORDERS) for held in UPSTREAM_FIRST
+)
+ORDERS_TO = tuple(tuple(order for order in ORDERS if order[-1] == held) for held in UPSTREAM_FIRST)
 
 Order = tuple[int, ...]
 
@@ -87,10 +92,9 @@ class Seeded:
             self._stops = 0.0
         elif mood == 1:
             self._stops, self._blocked_orders = 1.0, (DOWNSTREAM_FIRST,)
-        elif mood == 2:  # held back: it runs when nothing else can and the host waits
+        elif mood == 2:
             held = draw.randrange(len(LANES))
             self._stops = 0.0
-            self._orders = tuple(tuple(lane for lane in order if lane != held) for order in ORDERS)
-            self._blocked_orders = tuple(order for order in ORDERS if order[-1] == held)
+            self._orders, self._blocked_orders = ORDERS_WITHOUT[held], ORDERS_TO[held]
         else:
             self._stops = draw.choice((0.1, 0.3, 0.6))

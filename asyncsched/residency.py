@@ -128,7 +128,7 @@ class Residency:
 
     def take_copies(self) -> tuple[BlockCopies, BlockCopies]:
         """Offloads and restores of the step being planned."""
-        if not self.has_copies:
+        if not self._offload and not self._restore:
             return NO_COPIES, NO_COPIES
         copies = _copies(self._offload), _copies(self._restore)
         self._offload, self._restore = [], []
