@@ -196,13 +196,9 @@ class FaithfulExecutor:
     def _compute(self, ticket: Ticket) -> None:
         """Writes the keys of all query tokens and samples; reads nothing but the device's copies."""
         plan = ticket.plan
-        num_seqs, num_tokens = len(plan.rows), plan.num_tokens
         dev_in, kv, size, epoch = self.dev_in[plan.slot], self.kv, self._size, ticket.epoch
         dev_in.use((plan.bucket, plan.mixed_bucket))
-        if plan.bucket:
-            num_seqs = num_tokens = max(num_seqs, plan.bucket)
-        elif plan.mixed_bucket:  # a captured step: how many sequences there are is read on the device
-            num_seqs, num_tokens = int(dev_in.counts[1]), plan.mixed_bucket
+        num_seqs, num_tokens = dev_in.counts.item(1), plan.bucket or plan.mixed_bucket or plan.num_tokens
         tokens, positions = dev_in.token_ids[:num_tokens].tolist(), dev_in.positions[:num_tokens].tolist()
         targets, starts = dev_in.kv_positions[:num_tokens].tolist(), dev_in.query_start[: num_seqs + 1].tolist()
         rows, lengths = dev_in.rows[:num_seqs].tolist(), dev_in.seq_lens[:num_seqs].tolist()

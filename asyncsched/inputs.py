@@ -90,7 +90,7 @@ class SlotInputs:
         self._changes = rows.journal()
         self._size = np.array(config.block_size, dtype=np.int32)
         self._ramp = np.arange(max(self._full[1], config.max_model_len) + 1, dtype=np.int32)
-        self._decode_size = -1  # sequences of the pure decode step the ramps were last written for
+        self._decode_rows: NDArray[np.int64] | None = None  # `rows` of the pure decode step that was filled last
         self._num_changes = 0  # written in the layout in use
         self._is_stale = True  # the device's table is not what the changes start from
         self._buckets: Buckets | None = None
@@ -120,7 +120,7 @@ class SlotInputs:
         self.rows, self.query_start, self.seq_lens, self.logits_at, self.counts = parts[5:]
         self._buckets, self._words = buckets, layout.num_words
         self._num_changes = len(self.changes_at)
-        self._decode_size = -1
+        self._decode_rows = None
         return True
 
     def fill(self, plan: StepPlan) -> None:
@@ -128,13 +128,13 @@ class SlotInputs:
         self.use((plan.bucket, plan.mixed_bucket))
         self._fill_changes()
         n, decodes = len(plan.rows), plan.num_decodes
-        self.rows[:n] = plan.rows
         self.seq_lens[:n] = plan.ends
         if n == decodes and not plan.mixed_bucket:
+            if plan.rows is not self._decode_rows:
+                self._fill_batch(plan)
             self._fill_decodes(plan, plan.rows, plan.starts)
-            self._fill_ramps(max(n, plan.bucket))
-            self._pad(n, plan.bucket)
             return
+        self.rows[:n] = plan.rows
         if decodes:
             self._fill_decodes(plan, plan.rows[:decodes], plan.starts[:decodes])
         self._fill_chunks(plan)
@@ -168,13 +168,17 @@ class SlotInputs:
         self._is_stale = False
         self.num_words = len(self.buffer) if is_whole else self._words
 
-    def _fill_ramps(self, n: int) -> None:
-        """One token per sequence: token i belongs to sequence i, which is sampled row i."""
-        if n != self._decode_size:
-            self.query_start[: n + 1] = self._ramp[: n + 1]
-            self.logits_at[:n] = self._ramp[:n]
-            self.counts[:] = n
-            self._decode_size = n
+    def _fill_batch(self, plan: StepPlan) -> None:
+        """What stays in a layout from one pure decode step to the next, as long as the same rows decode. One token per
+        sequence: token i belongs to sequence i, which is sampled row i."""
+        count = len(plan.rows)
+        n = max(count, plan.bucket)
+        self.rows[:count] = plan.rows
+        self.query_start[: n + 1] = self._ramp[: n + 1]
+        self.logits_at[:n] = self._ramp[:n]
+        self.counts[:] = n
+        self._pad(count, plan.bucket)
+        self._decode_rows = plan.rows
 
     def _fill_decodes(self, plan: StepPlan, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         """The first `num_decodes` tokens, one of each row; they may be carried over."""
@@ -203,7 +207,7 @@ class SlotInputs:
         self.carry[decodes:first] = NO_SOURCE
         self.logits_at[: len(plan.sampled)] = self.query_start[1:][plan.sampled_at] - ONE
         self.counts[:] = 0 if self._is_invariant else decodes, len(plan.rows)
-        self._decode_size = -1
+        self._decode_rows = None
 
     def _pad(self, n: int, bucket: int) -> None:
         """Rows a captured batch has beyond the plan: one token each, into the null block, seeing only itself."""

@@ -257,7 +257,9 @@ class Scheduler:
         """
         pool = self.residency.pool
         while True:
-            rows = self._decode[: self.config.max_num_batched_tokens]
+            rows = self._decode  # the same array as long as the same rows decode: then less of it is new
+            if len(rows) > self.config.max_num_batched_tokens:
+                rows = rows[: self.config.max_num_batched_tokens]
             if not len(rows):
                 return rows, rows
             starts = self.rows.planned[rows]

@@ -109,7 +109,12 @@ INPUTS = (
     ),
     Mutant(
         "offsets of the last mixed step stay",
-        (rewrite(CHUNKS, ("self._decode_size = -1", "pass")),),
+        (rewrite(CHUNKS, ("self._decode_rows = None", "pass")),),
+        "a prefill ends between decodes",
+    ),
+    Mutant(
+        "rows that decoded last time stay",
+        (rewrite("inputs.SlotInputs.fill", ("plan.rows is not self._decode_rows", "self._decode_rows is None")),),
         "decodes around a prefill",
     ),
     Mutant(

@@ -41,6 +41,20 @@ case(
 )
 
 
+case(
+    "a prefill ends between decodes",
+    engine(max_num_batched_tokens=4),
+    ask(0, 2, 14),
+    ask(1, 2, 14),
+    ask(2, 16, 2, at=6),
+    Control(8, "abort", "2"),
+    occurred=lambda played: any(
+        one.rows is three.rows and two.num_decodes < two.num_seqs
+        for one, two, three in zip(played.plans, played.plans[2:], played.plans[4:], strict=False)
+    ),
+)
+
+
 def is_whole(played: Played) -> bool:
     """Every prompt is computed by one step."""
     return all(played.rows_of(number)[0][2] == 2 * number + 1 for number in range(5))
