@@ -99,6 +99,20 @@ def check_accounts(scheduler: Scheduler, in_flight: Iterable[int], lost_rows: se
         fail("I3", f"rows {holding} hold blocks, {sorted(taken)} have an owner")
 
 
+def check_eviction(scheduler: Scheduler) -> None:
+    """Somebody is about to be evicted: the step needs more blocks than are free or on their way."""
+    rows, pool, size = scheduler.rows, scheduler.residency.pool, scheduler.config.block_size
+    room = len(pool._free) + len(pool._cached) + sum(map(len, pool._fences.values()))
+
+    def lacks_block(row: int) -> bool:
+        return int(rows.planned[row]) // size >= int(rows.num_blocks[row])
+
+    decodes = sum(map(lacks_block, scheduler._decode[: scheduler.config.max_num_batched_tokens].tolist()))
+    prefills = any(lacks_block(request.row) for request in scheduler._prefilling)  # one after the other, a block each
+    if room >= max(decodes, prefills):
+        fail("eviction", f"needless: {room} blocks are free or on their way, {decodes} rows lack one to decode")
+
+
 def check_pool(name: str, pool: BlockPool, owners: Counter[int], in_flight: Iterable[int]) -> None:
     """free + cached + held + fenced = all; each block is one of them and has the owners that tables and copies say."""
     free, cached, fenced = pool._free, pool._cached, pool._fenced

@@ -3,20 +3,21 @@
 After every step: counts of requests (I2), token and sequence budgets, the length limit and each position sampled once
 and in order (I5, I7), every token and notice handed out against the request alone (I1, I6), overshoot rows, no use of
 what a step that never came back may touch, no read of what nobody wrote (I11); the caller adds the hazard checker (I4).
-Every `check_every` steps, after every failed step and at the end: the accounts of blocks and rows (I3). At the end: one
-notice for each request, and nothing held but what is in quarantine.
+At every eviction: the step does not fit without it. Every `check_every` steps, after every failed step and at the end:
+the accounts of blocks and rows (I3). At the end: one notice for each request, and nothing held but what is in
+quarantine.
 """
 
 from __future__ import annotations
 
 from asyncsched.faithful import FaithfulExecutor
-from asyncsched.fuzz_accounts import Quarantine, check_accounts, fail
+from asyncsched.fuzz_accounts import Quarantine, check_accounts, check_eviction, fail
 from asyncsched.fuzz_requests import Requests
 from asyncsched.fuzz_scenario import Scenario, Submission
 from asyncsched.lanes import Ticket
 from asyncsched.pipeline import StepFailure
 from asyncsched.plan import StepOutput, StepPlan
-from asyncsched.request import FinishReason, Status, TokenArray
+from asyncsched.request import FinishReason, Request, Status, TokenArray
 from asyncsched.scheduler import Scheduler
 from asyncsched.stops import fault_of
 
@@ -81,6 +82,7 @@ class Checker:
         self._until_accounts = scenario.check_every
         work = sum(len(c.prompt) + c.max_tokens for c in scenario.commands if isinstance(c, Submission))
         self._most_steps = 200 + 40 * work
+        scheduler.observer = self.evicting
 
     # ---- what enters -----------------------------------------------------------------------------------------------
 
@@ -95,6 +97,9 @@ class Checker:
             row = request.row
             self.counts["aborts"] += 1
             self.counts["aborts_in_flight"] += row >= 0 and int(self.scheduler.rows.last_step[row]) in self._in_flight
+
+    def evicting(self, request: Request) -> None:
+        check_eviction(self.scheduler)
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
@@ -214,6 +219,7 @@ class Checker:
             fail("I3", f"at the end {rows.num_free} of {rows.capacity} rows are free, {len(lost.rows)} lost")
         self.counts["quarantined_blocks"] = len(residency.pool._fenced)
         self.counts["policy_faults"] = len(self.scheduler.policies.faults)
+        self.scheduler.observer = None
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 

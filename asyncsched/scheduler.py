@@ -16,6 +16,7 @@ over what changed: admissions, prefill chunks, evictions, finishes, block bounda
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 from typing import NamedTuple
 
@@ -59,6 +60,7 @@ class Scheduler:
     """Plans steps over `config.num_blocks` KV blocks and `config.max_num_seqs` seats.
 
     `log`, when given, receives one line per decision: equal inputs give equal lines, whatever executes the plans.
+    `observer`, where there is one, is told of each eviction that makes room, before it takes place.
     """
 
     def __init__(self, config: EngineConfig, *, log: list[str] | None = None) -> None:
@@ -70,6 +72,7 @@ class Scheduler:
         self.preemptions = 0
         self.prefix_queries = 0  # tokens that were looked up in the prefix cache, when their request was first admitted
         self.prefix_hits = 0  # and those found
+        self.observer: Callable[[Request], None] | None = None
         self._log = log
         self._active: dict[str, Request] = {}
         self._waiting = WaitingQueue(self.policies)
@@ -222,15 +225,8 @@ class Scheduler:
 
     @property
     def counts(self) -> Counts:
-        t = self._totals
-        return Counts(
-            self._num_submitted,
-            t[Status.REJECTED],
-            t[Status.WAITING],
-            t[Status.RUNNING],
-            t[Status.FINISHED],
-            t[Status.ABORTED],
-        )
+        t, s = self._totals, Status
+        return Counts(self._num_submitted, t[s.REJECTED], t[s.WAITING], t[s.RUNNING], t[s.FINISHED], t[s.ABORTED])
 
     @property
     def has_requests(self) -> bool:
@@ -480,6 +476,8 @@ class Scheduler:
 
     def _evict(self, request: Request, *, may_offload: bool = True) -> None:
         """Takes seat and blocks; the request waits again, and goes on from the tokens it has by then."""
+        if self.observer is not None and may_offload:  # otherwise KV is lost: that is no matter of room
+            self.observer(request)
         row = request.row
         self._static_batch.clear()  # whoever is evicted from a static batch waits for the next
         self.preemptions += 1

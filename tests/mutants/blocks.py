@@ -86,6 +86,17 @@ BLOCKS = (
         8,
     ),
     Mutant(
+        "evicts where there are just enough blocks",
+        (
+            rewrite(
+                "scheduler.Scheduler._plan_decodes",
+                ("if lacking <= pool.available:", "if lacking < pool.available:"),
+                (f"lacking > {COMING}", f"lacking >= {COMING}"),
+            ),
+        ),
+        "18-evicts-when-full",
+    ),
+    Mutant(
         "fenced blocks count as free",
         (around("kv.BlockPool.available", lambda f: property(lambda self: f.fget(self) + self.num_fenced)),),
         "08-fenced-blocks-are-not-free",
