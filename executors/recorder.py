@@ -221,8 +221,8 @@ def warm_up(llm: LLM) -> list[tuple[int, float]]:
     alive = [sum(size > number for size in sizes) for number in range(max(sizes))]
     closed = [TimedRequest(0, WARM_UP_PROMPT, min(1 + phase * phases, room - WARM_UP_PROMPT)) for phases in alive]
     mixed = [TimedRequest(number * 30_000_000, min(WARM_UP_PROMPT * (1 + number), room - 8), 8) for number in range(8)]
-    # A prompt is one step, and steps take turns in the slots.
-    prompts = [[TimedRequest(0, size, 1)] * config.depth for size in config.mixed_buckets if size < room]
+    # A prompt is one step, and steps take turns in the slots; the first of a shape is not captured yet.
+    prompts = [[TimedRequest(0, size, 1)] * (1 + config.depth) for size in config.mixed_buckets if size < room]
     one_by_one = [[request] for same in prompts for request in same]
     for number, workload in enumerate((closed, mixed, *one_by_one)):
         _serve(llm, _requests(llm, workload, f"warm-up-{number}", number), time.perf_counter_ns())
