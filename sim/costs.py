@@ -6,10 +6,9 @@ of a step (`StepShape`) and its number, never the clock or other steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal, NamedTuple, Protocol
 
-import numpy as np
 from pydantic import Field
 
 from asyncsched.plan import StepShape
@@ -26,16 +25,22 @@ D2H_BYTES_PER_SAMPLE = 4
 JITTER_BLOCK = 1024  # multipliers drawn at a time
 
 
-class DecodePrices(NamedTuple):
-    """Prices of consecutive steps in nanoseconds, one entry per step."""
+class Around(NamedTuple):
+    """What a decode step takes but for its forward pass, in nanoseconds."""
 
-    plan: list[int]
-    fill: list[int]
-    launch: list[int]
-    h2d: list[int]
+    plan: int
+    fill: int
+    launch: int
+    h2d: int
+    d2h: int
+    commit: int
+
+
+class DecodePrices(NamedTuple):
+    """Prices of consecutive decode steps: `forward` has one for each, `around` one for each or one for all of them."""
+
+    around: Sequence[Around]
     forward: list[int]
-    d2h: list[int]
-    commit: list[int]
 
 
 class CostModel(Protocol):
@@ -99,13 +104,10 @@ class CopyCosts(Section):
     kv_bytes_per_token: Rate | None = None
 
 
-Pricer = Callable[[StepShape], Any]
-"""Nanoseconds, not rounded: a float, or an array where sizes in the shape are arrays."""
-Larger = Callable[[Any, Any], Any]
-
-
-def larger(a: float, b: float) -> float:
-    return a if a > b else b
+Pricer = Callable[[StepShape], float]
+"""Nanoseconds of a forward pass, not rounded."""
+DecodePricer = Callable[[StepShape, int, float], list[int]]
+"""Nanoseconds of as many decode steps, times a factor, as `CostModel.decode_prices` has them."""
 
 
 class ConstantGpu(Section):
@@ -117,11 +119,11 @@ class ConstantGpu(Section):
     us_per_prefill_token: Time = 0.0
     us_per_kv_token: Time = 0.0
 
-    def pricer(self, larger: Larger = larger) -> Pricer:
+    def pricers(self) -> tuple[Pricer, DecodePricer]:
         step, decode = self.step_us * 1e3, self.us_per_decode_seq * 1e3
         prefill, kv = self.us_per_prefill_token * 1e3, self.us_per_kv_token * 1e3
 
-        def forward_ns(shape: StepShape) -> Any:
+        def forward_ns(shape: StepShape) -> float:
             # Rows that pad a decode batch cost as much as real ones.
             return (
                 step
@@ -130,7 +132,11 @@ class ConstantGpu(Section):
                 + kv * shape.kv_tokens
             )
 
-        return forward_ns
+        def decodes_ns(shape: StepShape, count: int, factor: float) -> list[int]:
+            even = step + decode * (shape.bucket or shape.num_decodes) + prefill * shape.num_prefill_tokens
+            return [round((even + kv * read) * factor) for read in _kv_read(shape, count)]
+
+        return forward_ns, decodes_ns
 
 
 class RooflineGpu(Section):
@@ -153,7 +159,7 @@ class RooflineGpu(Section):
     compute_efficiency: Share = 1.0
     kernel_overhead_us: Time = 0.0
 
-    def pricer(self, larger: Larger = larger) -> Pricer:
+    def pricers(self) -> tuple[Pricer, DecodePricer]:
         model = self.model
         ns_per_byte = 1e-3 / (self.device.hbm_tb_s * self.memory_efficiency)
         ns_per_flop = 1e-3 / (self.device.dense_tflop_s * self.compute_efficiency)
@@ -164,22 +170,39 @@ class RooflineGpu(Section):
         pair = 4 * model.layers * model.num_heads * model.head_dim * ns_per_flop
         overhead = self.kernel_overhead_us * 1e3
 
-        def forward_ns(shape: StepShape) -> Any:
-            # Once per simulated step: conditional expressions, since `max` takes twice as long.
+        def products_ns(shape: StepShape) -> tuple[float, float]:
+            """Of the layers, and of the head. Conditional expressions, since `max` takes twice as long."""
             tokens, samples = shape.num_tokens, shape.num_samples
-            total = overhead + larger(kv_token * (shape.kv_tokens + tokens), pair * shape.attn_pairs)
             if shape.bucket:  # rows that pad a decode batch are computed like real ones, but read no KV
                 tokens = samples = shape.bucket
             elif shape.mixed_bucket:
                 tokens = shape.mixed_bucket
-            compute = body_token * tokens
-            total += body_memory if body_memory > compute else compute
-            if samples:
-                compute = head_sample * samples
-                total += head_memory if head_memory > compute else compute
-            return total
+            body, head = body_token * tokens, head_sample * samples
+            if not samples:
+                return body_memory if body_memory > body else body, 0.0
+            return body_memory if body_memory > body else body, head_memory if head_memory > head else head
 
-        return forward_ns
+        def forward_ns(shape: StepShape) -> float:
+            body, head = products_ns(shape)
+            moved, computed = kv_token * (shape.kv_tokens + shape.num_tokens), pair * shape.attn_pairs
+            return overhead + (moved if moved > computed else computed) + body + head
+
+        def decodes_ns(shape: StepShape, count: int, factor: float) -> list[int]:
+            (body, head), n = products_ns(shape), shape.num_seqs
+            return [
+                round(
+                    (
+                        overhead
+                        + (moved if (moved := kv_token * (read + n)) > (computed := pair * read) else computed)
+                        + body
+                        + head
+                    )
+                    * factor
+                )
+                for read in _kv_read(shape, count)
+            ]
+
+        return forward_ns, decodes_ns
 
 
 GpuCosts = Annotated[ConstantGpu | RooflineGpu, Field(discriminator="kind"), BY_KIND]
@@ -210,11 +233,11 @@ class LaneCosts:
     """The prices of a scenario's sections. Everything is worked out beforehand: a call is a few multiplications."""
 
     __slots__ = (
-        "_constant",
+        "_around",
         "_contention",
         "_d2h",
+        "_decodes",
         "_forward",
-        "_forwards",
         "_h2d",
         "_host",
         "_offload",
@@ -247,9 +270,8 @@ class LaneCosts:
         block_bytes = (copy.kv_bytes_per_token or kv_bytes) * block_size
         self._offload = (copy.d2h_latency_us * 1e3, block_bytes * d2h)
         self._restore = (copy.h2d_latency_us * 1e3, block_bytes * h2d)
-        self._forward = gpu.pricer()
-        self._constant: dict[int, tuple[int, ...]] = {}  # of pure decode steps, by sequences: all but the forward pass
-        self._forwards = gpu.pricer(np.maximum)  # of several steps at once: the sizes that differ are arrays
+        self._forward, self._decodes = gpu.pricers()
+        self._around: dict[int, tuple[Around]] = {}  # of pure decode steps, by sequences
         self._contention = overlap.gpu_contention if depth > 1 else 1.0
         self._output_sync = round(overlap.exposed_output_sync_us * 1e3) if depth > 1 else 0
 
@@ -281,17 +303,12 @@ class LaneCosts:
         return self._output_sync
 
     def decode_prices(self, shape: StepShape, step: int, count: int) -> DecodePrices:
-        n = shape.num_seqs
-        read: Any = np.arange(shape.kv_tokens, shape.kv_tokens + n * count, n)
-        forward = self._forwards(StepShape(*shape[:5], read, read, *shape[7:]))
-        if self._contention != 1.0:
-            forward = forward * self._contention
-        constant = self._constant.get(shape.num_seqs)
-        if constant is None:
-            host = [self.host_ns(kind, shape, step) for kind in ("plan", "fill", "launch", "commit")]
-            constant = self._constant[shape.num_seqs] = (*host, self.h2d_ns(shape, step), self.d2h_ns(shape, step))
-        plan, fill, launch, commit, h2d, d2h = [[price] * count for price in constant]
-        return DecodePrices(plan, fill, launch, h2d, np.rint(forward).astype(np.int64).tolist(), d2h, commit)
+        around = self._around.get(shape.num_seqs)
+        if around is None:
+            plan, fill, launch, commit = [self.host_ns(kind, shape, step) for kind in _HOST_STREAMS]
+            prices = Around(plan, fill, launch, self.h2d_ns(shape, step), self.d2h_ns(shape, step), commit)
+            around = self._around[shape.num_seqs] = (prices,)
+        return DecodePrices(around, self._decodes(shape, count, self._contention))
 
 
 class JitteredCosts:
@@ -330,12 +347,14 @@ class JitteredCosts:
         return self._costs.output_sync_ns()
 
     def decode_prices(self, shape: StepShape, step: int, count: int) -> DecodePrices:
-        prices = self._costs.decode_prices(shape, step, count)
-        jittered = []
-        for stream, values in zip(_DECODE_STREAMS, prices, strict=True):
-            multipliers = np.array([self._multiplier(stream, step + place) for place in range(count)])
-            jittered.append(np.rint(np.array(values) * multipliers).astype(np.int64).tolist())
-        return DecodePrices(*jittered)
+        around, forward = self._costs.decode_prices(shape, step, count)
+        draws = [[self._multiplier(stream, step + place) for place in range(count)] for stream in _DECODE_STREAMS]
+        lanes = [[price[kind] for price in around] * (count // len(around)) for kind in range(len(Around._fields))]
+        prices = [
+            [round(price * draw) for price, draw in zip(*pair, strict=True)]
+            for pair in zip([*lanes, forward], draws, strict=True)
+        ]
+        return DecodePrices([Around(*each) for each in zip(*prices[:-1], strict=True)], prices[-1])
 
     def _multiplier(self, stream: Stream, step: int) -> float:
         wanted, offset = divmod(step, JITTER_BLOCK)
@@ -348,7 +367,13 @@ class JitteredCosts:
 
 
 _HOST_STREAMS = {"plan": Stream.PLAN, "fill": Stream.FILL, "launch": Stream.LAUNCH, "commit": Stream.COMMIT}
-_DECODE_STREAMS = (Stream.PLAN, Stream.FILL, Stream.LAUNCH, Stream.H2D, Stream.FORWARD, Stream.D2H, Stream.COMMIT)
+# As in Around, and the forward pass.
+_DECODE_STREAMS = (Stream.PLAN, Stream.FILL, Stream.LAUNCH, Stream.H2D, Stream.D2H, Stream.COMMIT, Stream.FORWARD)
+
+
+def _kv_read(shape: StepShape, count: int) -> range:
+    """KV positions that consecutive decode steps read, from the first on."""
+    return range(shape.kv_tokens, shape.kv_tokens + shape.num_seqs * count, shape.num_seqs)
 
 
 def _ns_per_byte(gb_s: float | None) -> float:

@@ -24,9 +24,8 @@ from asyncsched.program import Template, build_program
 from asyncsched.request import Finished, FinishReason, TokenArray
 from asyncsched.run_log import RunLog
 from asyncsched.scheduler import Scheduler
-from asyncsched.stretch import Stretch
 from asyncsched.timeline import LaneAccount, Timeline
-from sim.costs import CostModel, DecodePrices
+from sim.costs import CostModel
 from sim.lanes import HOST, Lanes
 from sim.measured import MeasuredCosts, MeasuredLanes
 
@@ -100,7 +99,6 @@ class SimEngine:
         self._on_end = on_end
         self._last_positions = last_positions
         self._leaps = leaps and not isinstance(costs, MeasuredCosts)  # measured lanes are stepped
-        self._pace_ns = 1  # of a step in the last leap: how many prices the next one may need
         self._wake: simpy.Event | None = None
         self._leaping: simpy.Process | None = None  # ourselves, while a leap may be cut short
         self._shapes = [StepShape(0, 0, 0, 0, 0, 0, 0, 0)] * scheduler.config.depth  # of the steps in flight, by slot
@@ -242,7 +240,6 @@ class SimEngine:
         stretch, in_flight, output = effect
         assert isinstance(self.lanes, Lanes)  # others do not leap
         lanes, costs = self.lanes, self.lanes.costs
-        begun = lanes.free[HOST]
         until = self.env.peek() if self._alone else math.inf
         # Of the tokens that are collected none must be END but where a row reaches its length limit.
         steps, ahead = stretch.steps, len(in_flight)
@@ -252,8 +249,6 @@ class SimEngine:
             steps = min(steps, int(np.minimum.reduce(until_end[by_content])) + ahead - 1)
         if not self._alone:
             steps = min(steps, MOST_AHEAD)
-        elif until < math.inf:  # a guess, which costs another leap if it is too low
-            steps = min(steps, int(until - begun) // self._pace_ns + 2)
         if self._on_end is not None:  # they are told when it happens, which is not in a leap
             if output is not None and output.finished:
                 return []
@@ -262,26 +257,21 @@ class SimEngine:
             steps = min(steps, next(ending, steps) + 1)
         if steps < 2:
             return []
-        prices = self._prices(stretch, steps)
         commits = [costs.host_ns("commit", self._shapes[plan.slot], plan.step) for plan in in_flight]
-        commits += prices.commit
         before = None if self._alone else lanes.state()
-        course = lanes.decode(stretch, in_flight, prices, commits, until)
+        launched = lanes.decode(stretch, steps, in_flight, commits, until)
         if before is not None:
             self._leaping = self.env.active_process
             try:
-                yield Moment(self.env, course.committed[-1])
+                yield Moment(self.env, lanes.free[HOST])
                 self._leaping = None
-                return course.launched
+                return launched
             except simpy.Interrupt:
                 lanes.restore(before)
-                course = lanes.decode(stretch, in_flight, prices, commits, self.env.now)
-        if course.committed:
-            end = course.committed[-1]
-            self._pace_ns = max((end - begun) // len(course.committed), 1)
-            if self._is_watched(end):
-                yield Moment(self.env, end)
-        return course.launched
+                launched = lanes.decode(stretch, steps, in_flight, commits, self.env.now)
+        if launched and self._is_watched(lanes.free[HOST]):
+            yield Moment(self.env, lanes.free[HOST])
+        return launched
 
     def _land(self, effect: Landed, launched: list[int]) -> list[Template]:
         """Hands out what a leap gave, each output behind the launch after its commit. The tickets of what is in flight
@@ -310,23 +300,6 @@ class SimEngine:
         tokens = [self._tokens(plan) for plan in effect.in_flight[:steps]]
         last = self._last_positions[stretch.requests]
         return Leaped(steps, tokens, TEXT, (stretch.starts + stretch.left >= last).astype(np.int32))
-
-    def _prices(self, stretch: Stretch, steps: int) -> DecodePrices:
-        """Of the first steps of a stretch."""
-        assert isinstance(self.lanes, Lanes)
-        prices: DecodePrices | None = None
-        for first, end, n, starts in stretch.parts(steps):
-            kv_tokens = starts + n * (first + 1)
-            bucket, mixed_bucket = stretch.padded(n)
-            shape = StepShape(n, n, 0, n, n, kv_tokens, kv_tokens, bucket, 0, 0, mixed_bucket)
-            more = self.lanes.costs.decode_prices(shape, stretch.step + first, end - first)
-            if prices is None:
-                prices = more
-            else:
-                for column, values in zip(prices, more, strict=True):
-                    column += values
-        assert prices is not None  # there is a step
-        return prices
 
     def _idle(self) -> Generator[simpy.Event, Any, None]:
         if len(self.inbox):  # something came while notices were delivered

@@ -7,15 +7,16 @@ small integers, which the interpreter below runs for every step.
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from asyncsched.plan import StepPlan, StepShape
 from asyncsched.program import Event, EventKind, Lane, OpKind, Template
 from asyncsched.stretch import Stretch
-from asyncsched.timeline import LaneAccount, Span, StepTimes, Timeline
-from sim.costs import CostModel, DecodePrices, d2h_bytes, h2d_bytes
+from asyncsched.timeline import IDLE_CAUSES, LANES, LaneAccount, Span, StepTimes, Timeline
+from sim.costs import CostModel, d2h_bytes, h2d_bytes
+from sim.course import Course, StepMoments
 
 HOST, H2D, COMPUTE, D2H = range(4)  # lanes
 FILL, LAUNCH, RECORD, WAIT, COPY_IN, RESTORE, FORWARD, OFFLOAD, COPY_OUT = range(9)  # what the interpreter does
@@ -43,13 +44,6 @@ class Translated(NamedTuple):
     synchronized: int
 
 
-class Course(NamedTuple):
-    """When, in each of several iterations of the pipeline's loop, the launch and the commit ended."""
-
-    launched: list[int]
-    committed: list[int]
-
-
 class LaneState(NamedTuple):
     """What changes in `Lanes`, and how many spans there were."""
 
@@ -75,6 +69,7 @@ class Lanes:
         self.recorded = [0] * (len(_EVENTS) * depth)
         self.gate = 0  # no forward pass before this: exposed output synchronization
         self.idle = 0  # time without work since the last launch
+        self._pace_ns = 1  # of the newest step of a stretch
         self._known: dict[int, Translated] = {}
 
     def host(self, kind: str, plan: StepPlan, shape: StepShape) -> None:
@@ -119,80 +114,45 @@ class Lanes:
             self._span("host", "collect", plan, start, end, len(plan.sampled))
 
     def decode(
-        self, stretch: Stretch, in_flight: Sequence[StepPlan], prices: DecodePrices, commits: list[int], until: float
-    ) -> Course:
-        """Launches the steps of a stretch one after the other and commits the oldest each time, as long as a plan is
-        made before `until`.
+        self, stretch: Stretch, steps: int, in_flight: Sequence[StepPlan], commits: Sequence[int], until: float
+    ) -> list[int]:
+        """Launches `steps` steps of a stretch one after the other and commits the oldest each time, as long as a plan
+        is made before `until`: what `launch`, `synchronize` and `host` do for the operations of a decode step. When
+        each launch ended.
 
-        prices   of the stretch's steps
-        commits  of the steps that are committed, those in flight first
-
-        It is what `launch`, `synchronize` and `host` do for the operations of a decode step, with all state in local
-        variables: a change to the step program is a change to be made here.
+        commits  what committing each of the steps in flight takes
         """
         account, sync = self.account, self.costs.output_sync_ns()
-        host, h2d, compute, d2h = self.free
-        gate, idle, last = self.gate, self.idle, account.last_end_ns
-        host_wait = h2d_wait = sync_wait = no_work = 0
-        flying = deque([self.recorded[self._returned(plan.slot)] for plan in in_flight])
-        details: list[tuple[int, ...]] | None = None if self.timeline is None else []
-        launches: list[int] = []
-        times: list[int] = []
-        for plan, fill, launch, copy_in, forward, copy_out, commit in zip(*prices[:6], commits, strict=False):
-            if host >= until:
-                break
-            begun = host
-            host += plan + fill
-            filled = host
-            copied = host if host > h2d else h2d
-            h2d = copied + copy_in
-            host += launch
-            launched = host
-            launches.append(host)
-            start = gate if gate > compute else compute
-            if h2d > start:
-                start = h2d
-            if host > start:
-                start = host
-            if start > last:  # as LaneAccount.step has it
-                free = min(last + sync, start)
-                ready = min(max(free, host), start)
-                unused = min(idle, ready - free)
-                sync_wait += free - last
-                no_work += unused
-                host_wait += ready - free - unused
-                h2d_wait += start - ready
-            idle = 0
-            last = compute = start + forward
-            gate = compute + sync
-            read = compute if compute > d2h else d2h
-            d2h = read + copy_out
-            flying.append(d2h)
-            done = flying.popleft()
-            if done > host:
-                host = done
-            if details is not None:
-                details.append((begun, begun + plan, filled, copied, h2d, launched, start, compute, read, d2h, host))
-            host += commit
-            times.append(host)
-        count = len(times)
-        self.free[:] = host, h2d, compute, d2h
-        self.gate, self.idle = gate, idle
-        for place, returned in enumerate(flying, count - len(in_flight)):
+        returns = [self.recorded[self._returned(plan.slot)] for plan in in_flight]
+        flying = zip(returns, commits, strict=True)
+        times: list[StepMoments] | None = None if self.timeline is None else []
+        course = Course(self.free, self.gate, self.idle, account.last_end_ns, sync, flying, times)
+        for first, end, n, starts in stretch.parts(steps):
+            bucket, mixed_bucket = stretch.padded(n)
+            while first < end and course.host < until:
+                kv_tokens, count = starts + n * (first + 1), end - first
+                if until != math.inf:  # about as many as there is time for; there is another round if it was more
+                    time_ns = max(int(until) - max(course.host, course.compute), 0)
+                    count = min(count, time_ns // self._pace_ns + len(in_flight) + 2)
+                shape = StepShape(n, n, 0, n, n, kv_tokens, kv_tokens, bucket, 0, 0, mixed_bucket)
+                prices = self.costs.decode_prices(shape, stretch.step + first, count)
+                self._pace_ns = max(prices.forward[-1] + sync, 1)
+                before = len(course.launches)
+                course.take(prices, until)
+                first += len(course.launches) - before
+        self.free[:] = course.host, course.h2d, course.compute, course.d2h
+        self.gate, self.idle, account.last_end_ns = course.gate, course.idle, course.last
+        count = len(course.launches)
+        for place, (returned, _) in enumerate(course.flying, count - len(in_flight)):
             slot = in_flight[place].slot if place < 0 else stretch.slots[place % self.depth]
             self.recorded[self._returned(slot)] = returned
-        account.last_end_ns = last
-        account.busy["host"] += sum([sum(x[:count]) for x in (prices.plan, prices.fill, prices.launch, commits)])
-        account.busy["h2d"] += sum(prices.h2d[:count])
-        account.busy["compute"] += sum(prices.forward[:count])
-        account.busy["d2h"] += sum(prices.d2h[:count])
-        account.idle["host"] += host_wait
-        account.idle["h2d"] += h2d_wait
-        account.idle["output_sync"] += sync_wait
-        account.idle["no_work"] += no_work
-        if details:
-            self._decode_spans(stretch, in_flight, details, times)
-        return Course(launches, times)
+        for lane, busy in zip(LANES, course.busy, strict=True):
+            account.busy[lane] += busy
+        for cause, waited in zip(IDLE_CAUSES, course.waited, strict=True):
+            account.idle[cause] += waited
+        if times:
+            self._decode_spans(stretch, in_flight, times)
+        return course.launches
 
     def state(self) -> LaneState:
         """For `restore`."""
@@ -243,23 +203,20 @@ class Lanes:
         if self.timeline is not None:
             self._span("compute", "forward", plan, start, end, plan.num_tokens)
 
-    def _decode_spans(
-        self, stretch: Stretch, in_flight: Sequence[StepPlan], details: list[tuple[int, ...]], times: list[int]
-    ) -> None:
+    def _decode_spans(self, stretch: Stretch, in_flight: Sequence[StepPlan], moments: Sequence[StepMoments]) -> None:
         """The spans that stepping would have recorded, in its order."""
-        for place, (detail, end) in enumerate(zip(details, times, strict=True)):
-            begun, planned, filled, copied, h2d, launched, start, compute, read, d2h, collected = detail
+        for place, at in enumerate(moments):
             plan = stretch.plan(place)
             shape = StepShape.of(plan)
             old = in_flight[place] if place < len(in_flight) else stretch.plan(place - len(in_flight))
-            self._span("host", "plan", plan, begun, planned, plan.num_seqs)
-            self._span("host", "fill", plan, planned, filled, plan.num_seqs)
-            self._span("h2d", "h2d", plan, copied, h2d, h2d_bytes(shape))
-            self._span("host", "launch", plan, filled, launched, plan.num_seqs)
-            self._span("compute", "forward", plan, start, compute, plan.num_tokens)
-            self._span("d2h", "d2h", plan, read, d2h, d2h_bytes(shape))
-            self._span("host", "collect", old, launched, collected, len(old.sampled))
-            self._span("host", "commit", old, collected, end, old.num_seqs)
+            self._span("host", "plan", plan, at.begun, at.planned, plan.num_seqs)
+            self._span("host", "fill", plan, at.planned, at.filled, plan.num_seqs)
+            self._span("h2d", "h2d", plan, at.copied, at.h2d, h2d_bytes(shape))
+            self._span("host", "launch", plan, at.filled, at.launched, plan.num_seqs)
+            self._span("compute", "forward", plan, at.started, at.computed, plan.num_tokens)
+            self._span("d2h", "d2h", plan, at.read, at.d2h, d2h_bytes(shape))
+            self._span("host", "collect", old, at.launched, at.collected, len(old.sampled))
+            self._span("host", "commit", old, at.collected, at.committed, old.num_seqs)
 
     def _span(self, lane: str, name: str, plan: StepPlan, start: int, end: int, size: int) -> None:
         assert self.timeline is not None  # spans are kept

@@ -28,7 +28,7 @@ from asyncsched.config import EngineConfig
 from asyncsched.errors import ConfigError
 from asyncsched.plan import StepShape
 from asyncsched.runs import UNKNOWN, IntArray, RequestLog, Run
-from sim.costs import DecodePrices
+from sim.costs import Around, DecodePrices
 from sim.replay import NO_STEP, Replayed, Workload, replay
 
 FloatArray = NDArray[np.float64]
@@ -99,8 +99,7 @@ class StepPrices:
         shapes = (
             shape._replace(kv_tokens=kv + shape.num_seqs * n, attn_pairs=kv + shape.num_seqs * n) for n in range(count)
         )
-        free = [0] * count
-        return DecodePrices(free, free, free, free, [self.forward_ns(one, step) for one in shapes], free, free)
+        return DecodePrices((Around(0, 0, 0, 0, 0, 0),), [self.forward_ns(one, step) for one in shapes])
 
 
 @dataclass(frozen=True, slots=True)

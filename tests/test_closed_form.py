@@ -21,7 +21,7 @@ from asyncsched.plan import StepShape
 from asyncsched.request import SamplingParams
 from asyncsched.scheduler import Scheduler
 from asyncsched.timeline import LANES, Timeline
-from sim.costs import DecodePrices
+from sim.costs import Around, DecodePrices
 from sim.engine import SimEngine
 from sim.run import Result, simulate
 from sim.scenario import Scenario
@@ -92,7 +92,8 @@ class TableCosts:
 
     def decode_prices(self, shape: StepShape, step: int, count: int) -> DecodePrices:
         steps = self.steps[step : step + count]
-        return DecodePrices(**{kind: [getattr(times, kind) for times in steps] for kind in DecodePrices._fields})
+        around = [Around(*[getattr(times, kind) for kind in Around._fields]) for times in steps]
+        return DecodePrices(around[:1] if len(set(around)) == 1 else around, [times.forward for times in steps])
 
 
 def simulated(steps: list[Times], depth: int, batch: int = 1, output_sync: int = 0) -> tuple[int, SimEngine, list[str]]:

@@ -19,6 +19,7 @@ import asyncsched.leaps
 import asyncsched.metrics
 import asyncsched.stretch
 import sim.costs
+import sim.course
 import sim.engine
 import sim.lanes
 from asyncsched.config import EngineConfig
@@ -225,6 +226,7 @@ def fixed_case(
     abort: bool = False,
     blocks: int = 200,
     parts: int = 9,
+    step_us: float = 16.0,
     **engine: Any,
 ) -> Case:
     """Requests of different lengths. The later ones arrive when the earlier ones have something ending, or a
@@ -235,7 +237,7 @@ def fixed_case(
         "depth": depth,
         "host": {"plan_us": 5.0, "fill_us": 3.0, "launch_us": 2.0, "commit_us": 4.0, "commit_us_per_seq": 0.5},
         "copy": {"h2d_latency_us": 6.0, "d2h_latency_us": 5.0},
-        "gpu": {"kind": "constant", "step_us": 16.0, "us_per_kv_token": 0.1},
+        "gpu": {"kind": "constant", "step_us": step_us, "us_per_kv_token": 0.1},
         "overlap": {"exposed_output_sync_us": 1.0},
         "workload": load_preset("h200-llama-8b").to_dict()["workload"],
     }
@@ -266,6 +268,8 @@ CASES = {
     "async, one is aborted": lambda: fixed_case(2, requests=5, abort=True),
     "one request": lambda: fixed_case(2, requests=1),
     "async": lambda: fixed_case(2),
+    "async, the GPU is the limit": lambda: fixed_case(2, step_us=60.0),
+    "three in flight, the GPU is the limit": lambda: fixed_case(3, step_us=60.0, enable_prefix_caching=True),
     "async, content stops, jitter": lambda: fixed_case(2, stop=True, jitter=True),
     "three in flight, jitter, prefixes": lambda: fixed_case(3, jitter=True, enable_prefix_caching=True),
     "four in flight, content stops": lambda: fixed_case(4, stop=True),
@@ -296,28 +300,28 @@ class Fault(NamedTuple):
     new: str
 
 
-LANES, ENGINE, LEAPS, PASSAGE = sim.lanes.Lanes, sim.engine.SimEngine, asyncsched.leaps, asyncsched.leaps._Passage
+LANES, COURSE, ENGINE = sim.lanes.Lanes, sim.course.Course, sim.engine.SimEngine
+LEAPS, PASSAGE = asyncsched.leaps, asyncsched.leaps._Passage
 STRETCH = asyncsched.stretch.Stretch
 FAULTS = (
-    Fault("a plan at the moment of an arrival leaps over it", LANES, "decode", "host >= until", "host > until"),
-    Fault("input copies do not queue", LANES, "decode", "host if host > h2d else h2d", "host"),
+    Fault("a plan at the moment of an arrival leaps over it", COURSE, "step", "host >= until", "host > until"),
+    Fault("and so it does where many are passed", COURSE, "glide", "begins, until,", "begins, until + 1,"),
+    Fault("input copies do not queue", COURSE, "step", "host if host > h2d else h2d", "host"),
     Fault(
-        "the compute lane is not held for the output", LANES, "decode", "gate if gate > compute else compute", "compute"
+        "the compute lane is not held for the output", COURSE, "step", "gate if gate > compute else compute", "compute"
     ),
-    Fault("output copies do not queue", LANES, "decode", "compute if compute > d2h else d2h", "compute"),
-    Fault("the host does not wait for the step", LANES, "decode", "if done > host:", "if False:"),
-    Fault("idle time is counted again", LANES, "decode", "idle = 0", "pass"),
-    Fault("waiting for input counts as the host's", LANES, "decode", "start - ready", "start - free"),
-    Fault("the end of a step is forgotten", LANES, "decode", "last_end_ns = last", "last_end_ns += 0"),
+    Fault("output copies do not queue", COURSE, "step", "compute if compute > d2h else d2h", "compute"),
+    Fault("the host does not wait for the step", COURSE, "step", "if done > host:", "if False:"),
+    Fault("idle time is counted again", COURSE, "step", "idle = 0", "pass"),
+    Fault("waiting for input counts as the host's", COURSE, "step", "start - ready", "start - free"),
+    Fault("the end of a step is forgotten", LANES, "decode", ", course.last", ", account.last_end_ns"),
     Fault(
         "steps land with their slots exchanged", LANES, "decode", "stretch.slots[place %", "stretch.slots[(place + 1) %"
     ),
     Fault("a step lands without its output", LANES, "decode", "returned(slot)] = returned", "returned(slot)] += 0"),
-    Fault("prices of the step before", ENGINE, "_prices", "stretch.step + first", "stretch.step + first - 1"),
-    Fault("KV read starts a step early", ENGINE, "_prices", "n * (first + 1)", "n * first"),
-    Fault(
-        "commits priced as those to come", ENGINE, "_leap", "commits += prices.commit", "commits[:0] = prices.commit"
-    ),
+    Fault("prices of the step before", LANES, "decode", "stretch.step + first", "stretch.step + first - 1"),
+    Fault("KV read starts a step early", LANES, "decode", "n * (first + 1)", "n * first"),
+    Fault("commits of others", ENGINE, "_leap", "self._shapes[plan.slot], plan.step)", "self._shapes[0], plan.step)"),
     Fault(
         "leaps over the end of a request", ENGINE, "_leap", "[by_content])) + ahead - 1", "[by_content])) + ahead + 1"
     ),
@@ -332,10 +336,10 @@ FAULTS = (
     Fault("shapes of landed steps are stale", ENGINE, "_land", "plan.step >= stretch.step", "plan.step < stretch.step"),
     Fault(
         "KV read does not grow",
-        sim.costs.LaneCosts,
-        "decode_prices",
-        "np.arange(shape.kv_tokens, shape.kv_tokens + n * count, n)",
-        "np.full(count, shape.kv_tokens)",
+        sim.costs,
+        "_kv_read",
+        "range(shape.kv_tokens, shape.kv_tokens + shape.num_seqs * count, shape.num_seqs)",
+        "[shape.kv_tokens] * count",
     ),
     Fault("one draw for a stretch", sim.costs.JitteredCosts, "decode_prices", "step + place", "step"),
     Fault("a length limit is passed", LEAPS, "stretch", "r.last_end[rows] - starts", "r.last_end[rows] - starts + 1"),
