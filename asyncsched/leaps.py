@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +22,9 @@ from asyncsched.decisions import describe
 from asyncsched.plan import NO_SOURCE, StepOutput, StepPlan
 from asyncsched.request import Finished, TokenArray
 from asyncsched.scheduler import Scheduler
-from asyncsched.stretch import Event, Passed, Repeated, Stretch, affordable, crossings, grow_and_share
+from asyncsched.stretch import Event, Passed, Stretch, affordable, crossings, grow_and_share
+
+NOBODY: tuple[Finished, ...] = ()
 
 
 def stretch(scheduler: Scheduler, slots: Sequence[int]) -> Stretch | None:
@@ -77,81 +81,108 @@ def advance(
     token        what every step of the stretch samples for every row; no stop token of theirs
     last_tokens  int32[n], what a row samples instead where it reaches its length limit
     """
-    r, residency, rows, starts = scheduler.rows, scheduler.residency, stretch.rows, stretch.starts
+    r, rows = scheduler.rows, stretch.rows
     if not 1 <= steps <= stretch.steps or True in (r.stop_token[rows] == token).tobytes():
         raise ValueError(f"{steps} steps of {stretch.steps} with token {token}")
     ahead = len(in_flight)
-    early = min(steps, ahead)
+    commits = steps - ahead  # of the stretch's own plans
+    behind = ahead if commits > 0 and _is_led_up_to(scheduler, stretch, in_flight, tokens, token) else 0
+    passage = _Passage(scheduler, stretch, steps, ahead, behind, token, last_tokens)
     outputs: list[StepOutput] = []
-    most_held = 0
-    for place in range(early):
-        _pass(scheduler, stretch, place, place + 1)
-        lacks = residency.lacks_block(rows, starts + place if place else starts)
-        if True in lacks.tobytes():
-            residency.grow(rows[lacks])
-        most_held = max(most_held, residency.pool.num_held)
-        outputs.append(scheduler.commit(in_flight[place], tokens[place]))
-    if scheduler._decode is not rows:
-        raise ValueError("a row of the stretch ended within it")
-    commits = steps - early
-    passage = _Passage(scheduler, stretch, steps, ahead, token, last_tokens)
-    passage.most_held = most_held
-    repeated = passage.commit(commits) if commits else []
+    if not behind:
+        for place in range(min(steps, ahead)):
+            outputs.append(passage.commit_early(place, in_flight[place], tokens[place]))
+        if scheduler._decode is not rows:
+            raise ValueError("a row of the stretch ended within it")
+    last = passage.commit(in_flight[:behind], commits) if commits > 0 else outputs.pop()
     passage.leave()
-    newest = outputs[-1] if outputs else None
-    if repeated:
-        final = repeated.pop()
-        newest = StepOutput(scheduler._settled, final.requests, final.tokens, final.finished)
-        if final.steps > 1:
-            repeated.append(final._replace(steps=final.steps - 1, finished=()))
-    assert newest is not None  # something was committed
-    left = [stretch.plan(place) for place in range(commits, steps)] if ahead else []
-    return Passed(tuple(outputs), tuple(repeated), newest, (*in_flight[early:], *left), passage.most_held)
+    left = [stretch.plan(place) for place in range(max(commits, 0), steps)] if ahead else []
+    repeated = behind + commits - 1 if commits > 0 else 0
+    return Passed(
+        tuple(outputs), repeated, behind, tuple(passage.finished), last, (*in_flight[steps:], *left), passage.most_held
+    )
+
+
+def _is_led_up_to(
+    scheduler: Scheduler, stretch: Stretch, in_flight: Sequence[StepPlan], tokens: Sequence[TokenArray], token: int
+) -> bool:
+    """Whether the plans in flight are like those of the stretch: a token for each of its rows, nobody else, no end."""
+    if scheduler.config.enable_prefix_caching:
+        return False
+    n, rows = len(stretch.rows), stretch.rows
+    for plan, sampled in zip(in_flight, tokens, strict=True):
+        if len(plan.rows) != n or len(sampled) != n:
+            return False
+        if False in (plan.sampled == rows).tobytes() or False in (sampled == token).tobytes():
+            return False
+    return True
 
 
 class _Passage:
-    """The part of a stretch that commits its own plans. Arrays are of the rows that have not ended."""
+    """The part of a stretch that commits its own plans, and `behind` plans before them that are like them."""
 
     def __init__(
-        self, scheduler: Scheduler, stretch: Stretch, steps: int, ahead: int, token: int, last_tokens: TokenArray
+        self,
+        scheduler: Scheduler,
+        stretch: Stretch,
+        steps: int,
+        ahead: int,
+        behind: int,
+        token: int,
+        last_tokens: TokenArray,
     ) -> None:
-        self.scheduler, self.stretch, self.steps, self.ahead, self.token = scheduler, stretch, steps, ahead, token
-        self.rows, self.requests, self.starts, self.left = stretch.rows, stretch.requests, stretch.starts, stretch.left
-        self.last_tokens = last_tokens
+        self.scheduler, self.stretch, self.steps, self.ahead, self.behind = scheduler, stretch, steps, ahead, behind
+        self.token, self.last_tokens = token, last_tokens
+        self.rows, self.starts, self.left = stretch.rows, stretch.starts, stretch.left  # of those who have not ended
         self.most_held = 0
-        self._planned = min(steps, ahead)
+        self.finished: list[Finished] = []  # before the last commit
+        self._planned = 0
         self._entries: list[int] = []  # by row of the stretch: the first free entry of its table
         self._events: list[Event] = []  # blocks still to be taken, in order
+        self._grows = False  # a row gets blocks by events
 
-    def commit(self, commits: int) -> list[Repeated]:
-        """Plans all steps, and commits the first of them."""
-        scheduler, stretch = self.scheduler, self.stretch
-        r, residency = scheduler.rows, scheduler.residency
-        repeated: list[Repeated] = []
-        done = 0
+    def commit_early(self, place: int, plan: StepPlan, tokens: TokenArray) -> StepOutput:
+        """Plans the step at `place`, and commits one that was planned before the stretch."""
+        scheduler, residency, rows = self.scheduler, self.scheduler.residency, self.stretch.rows
+        _pass(scheduler, self.stretch, place, place + 1)
+        self._planned = place + 1
+        lacks = residency.lacks_block(rows, self.stretch.starts + place if place else self.stretch.starts)
+        if True in lacks.tobytes():
+            residency.grow(rows[lacks])
+        self.most_held = max(self.most_held, residency.pool.num_held)
+        return scheduler.commit(plan, tokens)
+
+    def commit(self, led_up: Sequence[StepPlan], commits: int) -> StepOutput:
+        """Plans all steps, commits plans that led up to the stretch and the first of its own. What the last gave."""
+        scheduler, stretch, steps = self.scheduler, self.stretch, self.steps
+        r, residency, rows, starts = scheduler.rows, scheduler.residency, stretch.rows, stretch.starts
+        requests, tokens, ended = stretch.requests, np.full(len(rows), self.token, dtype=np.int32), NOBODY
         if residency.config.enable_prefix_caching:
             self._write(commits)
-            _pass(scheduler, stretch, self._planned, self.steps)
-            grow_and_share(residency, self.rows, self.starts, self.ahead, self.steps, commits)
+            _pass(scheduler, stretch, self._planned, steps)
+            grow_and_share(residency, rows, starts, self.ahead, steps, commits)
             self.most_held = max(self.most_held, residency.pool.num_held)
         else:
-            ends = [self.steps] * len(self.rows)
-            if self.steps > stretch.together:
-                ends = np.minimum(self.left, self.steps).tolist()
-            self._events = crossings(r, self.rows, self.starts, ends)
-            self._entries = (r.table_base[self.rows] + r.num_blocks[self.rows]).tolist() if self._events else []
+            ends = [steps] * len(rows) if steps <= stretch.together else np.minimum(stretch.left, steps).tolist()
+            self._events = crossings(r, rows, starts, ends)
+            self._grows = bool(self._events)
+            if self._grows:
+                self._entries = (r.table_base[rows] + r.num_blocks[rows]).tolist()
+            for place, plan in enumerate(led_up):
+                self._plan_until(place + 1)
+                residency.committed(plan)
             if commits >= stretch.together:
-                for limit in sorted({left for left in self.left.tolist() if left <= commits}):
-                    repeated.append(self._end_rows(limit, limit - done))
-                    done = limit
-            self._plan_until(self.steps)
+                ended = self._end_rows(commits)
+                there = stretch.left >= commits
+                requests, tokens = requests[there], np.where(stretch.left == commits, self.last_tokens, tokens)[there]
+                stay = stretch.left > commits
+                self.rows, self.starts, self.left = rows[stay], starts[stay], stretch.left[stay]
+                scheduler._decode = self.rows
+            self._plan_until(steps)
             self._write(commits)
         scheduler._settled = stretch.step + commits - 1
         residency.passed(scheduler._settled)
-        if done < commits:
-            sampled = np.full(len(self.rows), self.token, dtype=np.int32)
-            repeated.append(Repeated(self.requests, commits - done, sampled, ()))
-        return repeated
+        return StepOutput(scheduler._settled, requests, tokens, ended)
 
     def leave(self) -> None:
         """All steps are planned: what the scheduler knows of those that are not committed."""
@@ -168,50 +199,52 @@ class _Passage:
             r.last_step[rows] = r.sampled_at[rows] = planned + (stretch.step - 1)
             newest = rows[self.left >= self.steps]
             r.source[newest] = sources[: len(newest)]
+        if self._grows:
+            r.num_blocks[rows] = np.maximum(r.num_blocks[rows], r.column_of[ends - 1] + 1)
         scheduler._next_step = last + 1
         if self.steps >= stretch.together:
             scheduler._give_up_seats(rows, ends)
 
-    def _end_rows(self, limit: int, steps: int) -> Repeated:
-        """Commits as many plans of the stretch as `limit`, the last `steps` of them now: some rows end with that."""
-        scheduler, r, step = self.scheduler, self.scheduler.rows, self.stretch.step + limit - 1
-        self._plan_until(limit + self.ahead)
-        scheduler._settled = step
-        leaving = self.left == limit
-        finished: list[Finished] = []
-        for who in leaving.nonzero()[0].tolist():
-            row, start = self.rows.item(who), self.starts.item(who)
-            end = start + limit
-            r.tokens[row, start + 1 : end] = self.token
-            r.tokens[row, end] = self.last_tokens[who]
-            r.computed[row], r.known[row], r.last_step[row] = end, end + 1, step
-            finished.append(scheduler._end_of(row, end))
-        sampled = np.where(leaving, self.last_tokens, np.int32(self.token))
-        repeated = Repeated(self.requests, steps, sampled, tuple(finished))
-        stay = ~leaving
-        self.rows, self.requests, self.starts = self.rows[stay], self.requests[stay], self.starts[stay]
-        self.left, self.last_tokens = self.left[stay], self.last_tokens[stay]
-        return repeated
+    def _end_rows(self, commits: int) -> tuple[Finished, ...]:
+        """Commits the first plans, with which some rows reach their limit. The notices of the last one."""
+        scheduler, stretch, r, behind = self.scheduler, self.stretch, self.scheduler.rows, self.behind
+        rows, starts = stretch.rows.tolist(), stretch.starts.tolist()
+        ending = sorted([(left, who) for who, left in enumerate(stretch.left.tolist()) if left <= commits])
+        notices: list[Finished] = []
+        for limit, group in groupby(ending, key=itemgetter(0)):
+            self.finished += notices
+            notices = []
+            self._plan_until(limit + self.ahead)
+            scheduler._settled = step = stretch.step + limit - 1
+            for _, who in group:
+                row, start = rows[who], starts[who]
+                end = start + limit
+                r.tokens[row, start + 1 - behind : end] = self.token
+                r.tokens[row, end] = self.last_tokens[who]
+                r.computed[row], r.known[row], r.last_step[row] = end, end + 1, step
+                r.num_blocks[row] = max(r.num_blocks.item(row), r.column_of.item(end - 1) + 1)
+                scheduler._finishing[row] = scheduler._seated.pop(row)
+                notices.append(scheduler._end_of(row, end))
+        if limit < commits:
+            self.finished += notices
+            notices = []
+        return tuple(notices)
 
     def _plan_until(self, place: int) -> None:
         """The plans before `place` are made, and take their blocks."""
         _pass(self.scheduler, self.stretch, self._planned, place)
         self._planned = place
-        events, r = self._events, self.scheduler.rows
-        count = len(events) if place == self.steps else bisect_left(events, (place,))
-        if count:
-            residency, entries = self.scheduler.residency, self._entries
-            residency.fill_in([entries[who] + nth for _, who, nth in events[:count]])
+        events, residency = self._events, self.scheduler.residency
+        if events and events[0][0] < place:
+            count = len(events) if place == self.steps else bisect_left(events, (place,))
+            residency.fill_in([self._entries[who] + nth for _, who, nth in events[:count]])
             del events[:count]
-            planned = place if place <= self.stretch.together else np.minimum(self.left, place)
-            have = r.num_blocks[self.rows]
-            r.num_blocks[self.rows] = np.maximum(have, r.column_of[self.starts + (planned - 1)] + 1)
-        self.most_held = max(self.most_held, self.scheduler.residency.pool.num_held)
+        self.most_held = max(self.most_held, residency.pool.num_held)
 
     def _write(self, commits: int) -> None:
         """Tokens of rows that go on."""
         r, rows, starts = self.scheduler.rows, self.rows, self.starts
-        places: NDArray[np.int64] = (r.token_base[rows] + starts)[:, None] + np.arange(1, commits + 1)
+        places: NDArray[np.int64] = (r.token_base[rows] + starts)[:, None] + np.arange(1 - self.behind, commits + 1)
         r.flat_tokens[places] = self.token
         r.computed[rows] = computed = starts + commits
         r.known[rows] = computed + 1

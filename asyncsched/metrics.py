@@ -11,7 +11,8 @@ before it was aborted count as output tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise, repeat
 from operator import sub
 
 import numpy as np
@@ -74,15 +75,26 @@ class ServingMetrics:
             self.ended[notice.reason] += 1
             self.completed[notice.number] = notice.reason in (FinishReason.LENGTH, FinishReason.STOP)
 
-    def delivered_each(self, requests: NDArray[np.int64], times_ns: list[int]) -> None:
-        """One token of each of `requests` at each of these times; `delivered`, many times over."""
-        count, steps = len(requests), len(times_ns)
-        self.output_tokens += count * steps
+    def delivered_each(self, requests: NDArray[np.int64], tokens: NDArray[np.int64], times_ns: list[int]) -> None:
+        """`delivered` at each of these times: a token for each of `requests` that has not got `tokens` of them yet, and
+        somebody has not at any of them."""
+        steps, count = len(times_ns), len(requests)
+        got = np.minimum(tokens, steps)
         before = self.last_ns[requests]
-        self.last_ns[requests] = times_ns[-1]
-        self.num_tokens[requests] += steps
+        self.num_tokens[requests] += got
         self._record(requests, before, times_ns[0])
-        self._gaps.add_each(map(sub, times_ns[1:], times_ns), count)
+        counts = sorted(got.tolist())
+        self.output_tokens += sum(counts)
+        if counts[0] == steps:
+            self.last_ns[requests] = times_ns[-1]
+            there: Iterable[int] = repeat(count, steps - 1)
+        else:
+            self.last_ns[requests] = np.array(times_ns)[got - 1]
+            firsts = [1, *counts]  # i requests have got all they get when `counts[i - 1]` times are over
+            there = chain.from_iterable(
+                [repeat(count - gone, end - first) for gone, (first, end) in enumerate(pairwise(firsts))]
+            )
+        self._gaps.add_each(map(sub, times_ns[1:], times_ns), there)
 
     def summary(self) -> dict[str, dict[str, float] | None]:
         """ttft_ms, tpot_ms, itl_ms, e2el_ms: mean and percentiles in milliseconds; None where there are none."""
@@ -138,14 +150,12 @@ class ServingMetrics:
             else:
                 self._gaps.add(now_ns - last, len(before))
             return
-        started = before != NOT_YET
-        if False in started.tobytes():
-            self.first_ns[requests[~started]] = now_ns
-            self._record(requests[started], before[started], now_ns)
-            return
-        values, counts = np.unique(now_ns - before, return_counts=True)
-        for value, count in zip(values.tolist(), counts.tolist(), strict=True):
-            self._gaps.add(value, count)
+        times = before.tolist()
+        for last in sorted(set(times), reverse=True):
+            if last == NOT_YET:
+                self.first_ns[requests[before == NOT_YET]] = now_ns
+            else:
+                self._gaps.add(now_ns - last, times.count(last))
 
     def _grow(self) -> None:
         """Doubles the room."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncsched.plan import NO_SOURCE, IndexArray, StepOutput, StepPlan
-from asyncsched.request import Finished, TokenArray
+from asyncsched.request import Finished
 from asyncsched.residency import Residency
 from asyncsched.rows import Rows
 
@@ -99,27 +99,22 @@ class Stretch(NamedTuple):
         return parts
 
 
-class Repeated(NamedTuple):
-    """`steps` commits in a row with a token for each of `requests`; what the last sampled, and who ended with it."""
-
-    requests: IndexArray
-    steps: int
-    tokens: TokenArray
-    finished: tuple[Finished, ...]
-
-
 class Passed(NamedTuple):
     """What a stretch gave: outputs of the plans made before it, then those of its own.
 
     outputs   in order, one for each of the first commits
-    repeated  the commits of the stretch's own plans that followed, without the last
-    last      the output of the last commit, whether it is one of `outputs` or not
+    repeated  how many commits followed before the last: each gave a token to all rows of the stretch that are left
+    behind    of these, how many were of plans made before the stretch
+    finished  who ended with them
+    last      the output of the last commit
     in_flight the plans that are left uncommitted
     most_held KV blocks held at most
     """
 
     outputs: tuple[StepOutput, ...]
-    repeated: tuple[Repeated, ...]
+    repeated: int
+    behind: int
+    finished: tuple[Finished, ...]
     last: StepOutput
     in_flight: tuple[StepPlan, ...]
     most_held: int

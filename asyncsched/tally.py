@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,11 +31,10 @@ class Tally:
         if len(self._values) > self._most:
             self._compact()
 
-    def add_each(self, values: Iterable[int], count: int) -> None:
-        """Each of the values, so many times."""
-        before = len(self._values)
+    def add_each(self, values: Iterable[int], counts: Iterable[int]) -> None:
+        """Each of the values, as often as the count beside it says."""
         self._values.extend(values)
-        self._counts.extend(repeat(count, len(self._values) - before))
+        self._counts.extend(counts)
         if len(self._values) > self._most:
             self._compact()
 

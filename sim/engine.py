@@ -282,13 +282,13 @@ class SimEngine:
         self.kv_peak = max(self.kv_peak, passed.most_held)
         if output is not None:
             self._deliver(output, launched[0])
-        for early, time_ns in zip(passed.outputs, launched[1:], strict=False):
-            self._deliver(early, time_ns)
-        at = 1 + len(passed.outputs)
-        for requests, steps, _, finished in passed.repeated:
-            self.metrics.delivered_each(requests, launched[at : at + steps])
-            self.metrics.finished(finished)
-            at += steps
+        early, metrics = len(passed.outputs), self.metrics
+        for one, time_ns in zip(passed.outputs, launched[1:], strict=False):
+            self._deliver(one, time_ns)
+        if passed.repeated:
+            times = launched[1 + early : 1 + early + passed.repeated]
+            metrics.delivered_each(stretch.requests, stretch.left + passed.behind, times)
+            metrics.finished(passed.finished)
         for plan in passed.in_flight:
             if plan.step >= stretch.step:
                 self._shapes[plan.slot] = StepShape.of(plan)

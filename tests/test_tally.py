@@ -58,7 +58,7 @@ def test_memory_does_not_grow_with_numbers() -> None:
     tally, random = Tally(1 << 12), np.random.default_rng(0)
     sizes = []
     for _ in range(20):
-        tally.add_each(random.integers(10**6, 10**9, 20_000).tolist(), 3)
+        tally.add_each(random.integers(10**6, 10**9, 20_000).tolist(), [3] * 20_000)
         sizes.append(len(tally.entries()[0]))
     assert not tally.is_exact
     assert max(sizes[10:]) <= 2 * (1 << 14)  # ten octaves of 1,024 values, twice over, and what is not summed up yet
