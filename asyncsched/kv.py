@@ -64,6 +64,8 @@ class BlockPool:
     @property
     def num_usable(self) -> int:
         """Blocks that are not in quarantine, and will not be once their owners let go."""
+        if not self._fenced and not self._copied:
+            return self.num_blocks
         doomed = list(self._copied.values()).count(FOREVER)
         return self.num_blocks - self.num_fenced + self.num_coming - doomed
 
@@ -76,16 +78,18 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one owner each. Ask `available` first: too few is a bug of the caller."""
-        if count > self.available:
-            raise ValueError(f"{count} blocks asked for, {self.available} available")
-        while len(self._free) < count:
-            self._forget_oldest()
-        split = len(self._free) - count
-        blocks = self._free[split:]
-        del self._free[split:]
+        free, owners = self._free, self._owners
+        if count > len(free):
+            if count > self.available:
+                raise ValueError(f"{count} blocks asked for, {self.available} available")
+            while len(free) < count:
+                self._forget_oldest()
+        split = len(free) - count
+        blocks = free[split:]
+        del free[split:]
         blocks.reverse()
         for block in blocks:
-            self._owners[block] = 1
+            owners[block] = 1
         return blocks
 
     def num_quiet(self, collected: int) -> int:

@@ -169,6 +169,8 @@ class SamplingParams:
 class Status(Enum):
     """Where a request is. A request evicted with a step in flight is WAITING."""
 
+    __hash__ = object.__hash__  # a status is one object; hashing its name takes as long as three other look-ups
+
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -178,6 +180,8 @@ class Status(Enum):
 
 class FinishReason(Enum):
     """Why nothing more will be delivered. A request that failed counts as finished, with reason ERROR."""
+
+    __hash__ = object.__hash__  # as for Status
 
     LENGTH = "length"
     STOP = "stop"

@@ -6,7 +6,7 @@ they take. Nothing here knows how long a step takes: who asks decides how many s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -80,23 +80,22 @@ class Stretch(NamedTuple):
         """Who is in the plan `place` steps after the first: indices into `rows`."""
         return (self.left > place).nonzero()[0]
 
-    def parts(self, steps: int) -> list[Part]:
+    def parts(self, steps: int) -> Iterator[Part]:
         """The first `steps` plans, by who is in them."""
         n, starts = len(self.rows), int(np.add.reduce(self.starts))
         if steps <= self.together:
-            return [Part(0, steps, n, starts)]
-        parts: list[Part] = []
+            yield Part(0, steps, n, starts)
+            return
         first = 0
         for left, start in sorted(zip(self.left.tolist(), self.starts.tolist(), strict=True)):
             if left > first:
                 end = min(left, steps)
-                parts.append(Part(first, end, n, starts))
+                yield Part(first, end, n, starts)
                 if end == steps:
-                    break
+                    return
                 first = end
             n -= 1
             starts -= start
-        return parts
 
 
 class Passed(NamedTuple):

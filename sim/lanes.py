@@ -23,6 +23,7 @@ FILL, LAUNCH, RECORD, WAIT, COPY_IN, RESTORE, FORWARD, OFFLOAD, COPY_OUT = range
 
 _LANES = {Lane.HOST: HOST, Lane.H2D: H2D, Lane.COMPUTE: COMPUTE, Lane.D2H: D2H}
 _EVENTS = {kind: place for place, kind in enumerate(EventKind)}
+_RETURNED = _EVENTS[EventKind.D2H_DONE]
 _CODES = {
     OpKind.FILL: FILL,
     OpKind.RECORD: RECORD,
@@ -128,6 +129,8 @@ class Lanes:
         times: list[StepMoments] | None = None if self.timeline is None else []
         course = Course(self.free, self.gate, self.idle, account.last_end_ns, sync, flying, times)
         for first, end, n, starts in stretch.parts(steps):
+            if course.host >= until:
+                break
             bucket, mixed_bucket = stretch.padded(n)
             while first < end and course.host < until:
                 kv_tokens, count = starts + n * (first + 1), end - first
@@ -243,7 +246,7 @@ class Lanes:
 
     def _returned(self, slot: int) -> int:
         """The place of the event that says that a step's output has reached the host."""
-        return _EVENTS[EventKind.D2H_DONE] * self.depth + slot
+        return _RETURNED * self.depth + slot
 
     def _place(self, event: Event | None) -> int:
         """Of an event in `recorded`."""
