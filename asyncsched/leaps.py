@@ -144,8 +144,7 @@ class _Passage:
     def commit_early(self, place: int, plan: StepPlan, tokens: TokenArray) -> StepOutput:
         """Plans the step at `place`, and commits one that was planned before the stretch."""
         scheduler, residency, rows = self.scheduler, self.scheduler.residency, self.stretch.rows
-        _pass(scheduler, self.stretch, place, place + 1)
-        self._planned = place + 1
+        self._pass(place + 1)
         lacks = residency.lacks_block(rows, self.stretch.starts + place if place else self.stretch.starts)
         if True in lacks.tobytes():
             residency.grow(rows[lacks])
@@ -159,7 +158,7 @@ class _Passage:
         requests, tokens, ended = stretch.requests, np.full(len(rows), self.token, dtype=np.int32), NOBODY
         if residency.config.enable_prefix_caching:
             self._write(commits)
-            _pass(scheduler, stretch, self._planned, steps)
+            self._pass(steps)
             grow_and_share(residency, rows, starts, self.ahead, steps, commits)
             self.most_held = max(self.most_held, residency.pool.num_held)
         else:
@@ -232,8 +231,7 @@ class _Passage:
 
     def _plan_until(self, place: int) -> None:
         """The plans before `place` are made, and take their blocks."""
-        _pass(self.scheduler, self.stretch, self._planned, place)
-        self._planned = place
+        self._pass(place)
         events, residency = self._events, self.scheduler.residency
         if events and events[0][0] < place:
             count = len(events) if place == self.steps else bisect_left(events, (place,))
@@ -249,12 +247,12 @@ class _Passage:
         r.computed[rows] = computed = starts + commits
         r.known[rows] = computed + 1
 
-
-def _pass(scheduler: Scheduler, stretch: Stretch, first: int, last: int) -> None:
-    """Plans of the stretch are made; the log says so as if one by one."""
-    if scheduler._log is not None:
-        scheduler._log += [describe(stretch.plan(place)) for place in range(first, last)]
-    scheduler.plans += last - first
+    def _pass(self, place: int) -> None:
+        """The plans before `place` are made; the log says so as if one by one."""
+        if self.scheduler._log is not None:
+            self.scheduler._log += [describe(self.stretch.plan(at)) for at in range(self._planned, place)]
+        self.scheduler.plans += place - self._planned
+        self._planned = place
 
 
 def _may_admit(scheduler: Scheduler, num_decodes: int) -> bool:

@@ -75,20 +75,24 @@ class ServingMetrics:
             self.ended[notice.reason] += 1
             self.completed[notice.number] = notice.reason in (FinishReason.LENGTH, FinishReason.STOP)
 
-    def delivered_each(self, requests: NDArray[np.int64], tokens: NDArray[np.int64], times_ns: list[int]) -> None:
-        """`delivered` at each of these times: a token for each of `requests` that has not got `tokens` of them yet, and
-        somebody has not at any of them."""
+    def delivered_each(
+        self, requests: NDArray[np.int64], times_ns: list[int], tokens: NDArray[np.int64] | None = None
+    ) -> None:
+        """`delivered` at each of these times: a token for each of `requests`; only for those that have not got `tokens`
+        of them yet, where that is given, and somebody has not at any of the times."""
         steps, count = len(times_ns), len(requests)
-        got = np.minimum(tokens, steps)
         before = self.last_ns[requests]
-        self.num_tokens[requests] += got
         self._record(requests, before, times_ns[0])
-        counts = sorted(got.tolist())
-        self.output_tokens += sum(counts)
-        if counts[0] == steps:
+        if tokens is None:
+            self.output_tokens += steps * count
+            self.num_tokens[requests] += steps
             self.last_ns[requests] = times_ns[-1]
             there: Iterable[int] = repeat(count, steps - 1)
         else:
+            got = np.minimum(tokens, steps)
+            counts = sorted(got.tolist())
+            self.output_tokens += sum(counts)
+            self.num_tokens[requests] += got
             self.last_ns[requests] = np.array(times_ns)[got - 1]
             firsts = [1, *counts]  # i requests have got all they get when `counts[i - 1]` times are over
             there = chain.from_iterable(

@@ -18,14 +18,8 @@ from asyncsched.request import Finished
 from asyncsched.residency import Residency
 from asyncsched.rows import Rows
 
-
-class Part(NamedTuple):
-    """Plans `first`..`end - 1` of a stretch have the same `n` rows; `starts` is the sum of theirs."""
-
-    first: int
-    end: int
-    n: int
-    starts: int
+Part = tuple[int, int, int, int]
+"""Plans `first`..`end - 1` of a stretch have the same `n` rows, and the sum of their `starts`: these four."""
 
 
 class Stretch(NamedTuple):
@@ -84,13 +78,13 @@ class Stretch(NamedTuple):
         """The first `steps` plans, by who is in them."""
         n, starts = len(self.rows), int(np.add.reduce(self.starts))
         if steps <= self.together:
-            yield Part(0, steps, n, starts)
+            yield 0, steps, n, starts
             return
         first = 0
         for left, start in sorted(zip(self.left.tolist(), self.starts.tolist(), strict=True)):
             if left > first:
                 end = min(left, steps)
-                yield Part(first, end, n, starts)
+                yield first, end, n, starts
                 if end == steps:
                     return
                 first = end

@@ -5,6 +5,7 @@ Times are integer nanoseconds on the clock of whoever recorded them. This module
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -98,6 +99,13 @@ class LaneAccount:
         self.idle["no_work"] += no_work
         self.idle["host"] += ready - free - no_work
         self.idle["h2d"] += gap_end - ready
+
+    def add(self, busy: Sequence[int], idle: Sequence[int]) -> None:
+        """More of it, in the order of LANES and IDLE_CAUSES."""
+        for lane, ns in zip(LANES, busy, strict=True):
+            self.busy[lane] += ns
+        for cause, ns in zip(IDLE_CAUSES, idle, strict=True):
+            self.idle[cause] += ns
 
     def finish(self, end_ns: int, idle_ns: int = 0) -> None:
         """Accounts for the time between the last step and the end of the run."""

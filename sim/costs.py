@@ -43,6 +43,11 @@ class DecodePrices(NamedTuple):
     forward: list[int]
 
 
+DecodePricer = Callable[[int, int, int], DecodePrices]
+"""Prices of consecutive decode steps with the same rows: given the KV positions that the first reads, its number, and
+how many steps. Each reads one more position per row than the one before."""
+
+
 class CostModel(Protocol):
     """Prices of one engine's steps. All results are nanoseconds."""
 
@@ -65,9 +70,8 @@ class CostModel(Protocol):
     def output_sync_ns(self) -> int:
         """The compute lane held, but not active, after each step."""
 
-    def decode_prices(self, shape: StepShape, step: int, count: int) -> DecodePrices:
-        """Prices of steps `step`..`step + count - 1`, equal to those above: pure decode steps, the first of this shape,
-        each of the others with one more KV position to read per sequence than the one before."""
+    def decode_pricer(self, shape: StepShape) -> DecodePricer:
+        """Prices of pure decode steps with the sizes of this one, equal to those above. Its KV tokens do not matter."""
 
 
 def h2d_bytes(shape: StepShape) -> int:
@@ -106,8 +110,8 @@ class CopyCosts(Section):
 
 Pricer = Callable[[StepShape], float]
 """Nanoseconds of a forward pass, not rounded."""
-DecodePricer = Callable[[StepShape, int, float], list[int]]
-"""Nanoseconds of as many decode steps, times a factor, as `CostModel.decode_prices` has them."""
+DecodesPricer = Callable[[StepShape, float], Callable[[range], list[int]]]
+"""Nanoseconds of pure decode steps with the sizes of this one, times a factor, by the KV positions that each reads."""
 
 
 class ConstantGpu(Section):
@@ -119,7 +123,7 @@ class ConstantGpu(Section):
     us_per_prefill_token: Time = 0.0
     us_per_kv_token: Time = 0.0
 
-    def pricers(self) -> tuple[Pricer, DecodePricer]:
+    def pricers(self) -> tuple[Pricer, DecodesPricer]:
         step, decode = self.step_us * 1e3, self.us_per_decode_seq * 1e3
         prefill, kv = self.us_per_prefill_token * 1e3, self.us_per_kv_token * 1e3
 
@@ -132,9 +136,9 @@ class ConstantGpu(Section):
                 + kv * shape.kv_tokens
             )
 
-        def decodes_ns(shape: StepShape, count: int, factor: float) -> list[int]:
+        def decodes_ns(shape: StepShape, factor: float) -> Callable[[range], list[int]]:
             even = step + decode * (shape.bucket or shape.num_decodes) + prefill * shape.num_prefill_tokens
-            return [round((even + kv * read) * factor) for read in _kv_read(shape, count)]
+            return lambda reads: [round((even + kv * read) * factor) for read in reads]
 
         return forward_ns, decodes_ns
 
@@ -159,7 +163,7 @@ class RooflineGpu(Section):
     compute_efficiency: Share = 1.0
     kernel_overhead_us: Time = 0.0
 
-    def pricers(self) -> tuple[Pricer, DecodePricer]:
+    def pricers(self) -> tuple[Pricer, DecodesPricer]:
         model = self.model
         ns_per_byte = 1e-3 / (self.device.hbm_tb_s * self.memory_efficiency)
         ns_per_flop = 1e-3 / (self.device.dense_tflop_s * self.compute_efficiency)
@@ -187,20 +191,17 @@ class RooflineGpu(Section):
             moved, computed = kv_token * (shape.kv_tokens + shape.num_tokens), pair * shape.attn_pairs
             return overhead + (moved if moved > computed else computed) + body + head
 
-        def decodes_ns(shape: StepShape, count: int, factor: float) -> list[int]:
+        def decodes_ns(shape: StepShape, factor: float) -> Callable[[range], list[int]]:
             (body, head), n = products_ns(shape), shape.num_seqs
-            return [
-                round(
-                    (
-                        overhead
-                        + (moved if (moved := kv_token * (read + n)) > (computed := pair * read) else computed)
-                        + body
-                        + head
-                    )
-                    * factor
-                )
-                for read in _kv_read(shape, count)
-            ]
+
+            def all_ns(reads: range) -> list[int]:
+                attention = [
+                    moved if (moved := kv_token * (read + n)) > (computed := pair * read) else computed
+                    for read in reads
+                ]
+                return [round((overhead + ns + body + head) * factor) for ns in attention]
+
+            return all_ns
 
         return forward_ns, decodes_ns
 
@@ -233,7 +234,6 @@ class LaneCosts:
     """The prices of a scenario's sections. Everything is worked out beforehand: a call is a few multiplications."""
 
     __slots__ = (
-        "_around",
         "_contention",
         "_d2h",
         "_decodes",
@@ -271,7 +271,6 @@ class LaneCosts:
         self._offload = (copy.d2h_latency_us * 1e3, block_bytes * d2h)
         self._restore = (copy.h2d_latency_us * 1e3, block_bytes * h2d)
         self._forward, self._decodes = gpu.pricers()
-        self._around: dict[int, tuple[Around]] = {}  # of pure decode steps, by sequences
         self._contention = overlap.gpu_contention if depth > 1 else 1.0
         self._output_sync = round(overlap.exposed_output_sync_us * 1e3) if depth > 1 else 0
 
@@ -302,13 +301,13 @@ class LaneCosts:
     def output_sync_ns(self) -> int:
         return self._output_sync
 
-    def decode_prices(self, shape: StepShape, step: int, count: int) -> DecodePrices:
-        around = self._around.get(shape.num_seqs)
-        if around is None:
-            plan, fill, launch, commit = [self.host_ns(kind, shape, step) for kind in _HOST_STREAMS]
-            prices = Around(plan, fill, launch, self.h2d_ns(shape, step), self.d2h_ns(shape, step), commit)
-            around = self._around[shape.num_seqs] = (prices,)
-        return DecodePrices(around, self._decodes(shape, count, self._contention))
+    def decode_pricer(self, shape: StepShape) -> DecodePricer:
+        plan, fill, launch, commit = [self.host_ns(kind, shape, 0) for kind in _HOST_STREAMS]
+        around = (Around(plan, fill, launch, self.h2d_ns(shape, 0), self.d2h_ns(shape, 0), commit),)
+        n, forward_ns = shape.num_seqs, self._decodes(shape, self._contention)
+        return lambda kv_tokens, step, count: DecodePrices(
+            around, forward_ns(range(kv_tokens, kv_tokens + n * count, n))
+        )
 
 
 class JitteredCosts:
@@ -346,15 +345,20 @@ class JitteredCosts:
     def output_sync_ns(self) -> int:
         return self._costs.output_sync_ns()
 
-    def decode_prices(self, shape: StepShape, step: int, count: int) -> DecodePrices:
-        around, forward = self._costs.decode_prices(shape, step, count)
-        draws = [[self._multiplier(stream, step + place) for place in range(count)] for stream in _DECODE_STREAMS]
-        lanes = [[price[kind] for price in around] * (count // len(around)) for kind in range(len(Around._fields))]
-        prices = [
-            [round(price * draw) for price, draw in zip(*pair, strict=True)]
-            for pair in zip([*lanes, forward], draws, strict=True)
-        ]
-        return DecodePrices([Around(*each) for each in zip(*prices[:-1], strict=True)], prices[-1])
+    def decode_pricer(self, shape: StepShape) -> DecodePricer:
+        certain = self._costs.decode_pricer(shape)
+
+        def prices(kv_tokens: int, step: int, count: int) -> DecodePrices:
+            around, forward = certain(kv_tokens, step, count)
+            draws = [[self._multiplier(stream, step + place) for place in range(count)] for stream in _DECODE_STREAMS]
+            lanes = [[price[kind] for price in around] * (count // len(around)) for kind in range(len(Around._fields))]
+            drawn = [
+                [round(price * draw) for price, draw in zip(*pair, strict=True)]
+                for pair in zip([*lanes, forward], draws, strict=True)
+            ]
+            return DecodePrices([Around(*each) for each in zip(*drawn[:-1], strict=True)], drawn[-1])
+
+        return prices
 
     def _multiplier(self, stream: Stream, step: int) -> float:
         wanted, offset = divmod(step, JITTER_BLOCK)
@@ -369,11 +373,6 @@ class JitteredCosts:
 _HOST_STREAMS = {"plan": Stream.PLAN, "fill": Stream.FILL, "launch": Stream.LAUNCH, "commit": Stream.COMMIT}
 # As in Around, and the forward pass.
 _DECODE_STREAMS = (Stream.PLAN, Stream.FILL, Stream.LAUNCH, Stream.H2D, Stream.D2H, Stream.COMMIT, Stream.FORWARD)
-
-
-def _kv_read(shape: StepShape, count: int) -> range:
-    """KV positions that consecutive decode steps read, from the first on."""
-    return range(shape.kv_tokens, shape.kv_tokens + shape.num_seqs * count, shape.num_seqs)
 
 
 def _ns_per_byte(gb_s: float | None) -> float:

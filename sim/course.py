@@ -122,16 +122,18 @@ class Course:
     def take(self, prices: DecodePrices, until: float) -> None:
         """Takes steps of these prices, in whichever way is the quickest."""
         arounds, forwards = prices
-        around = arounds[0]
-        done = 0
-        if len(arounds) == 1 and self.flying:
-            shortest = min(forwards)
-            for done in (0, len(self.flying) + 1):
-                self.step(repeat(around), forwards[:done], until)
-                if self.is_full(around, shortest):
-                    self.glide(around, forwards[done:], until)
-                    return
-        self.step(repeat(around) if len(arounds) == 1 else arounds, forwards[done:], until)
+        if len(arounds) > 1 or not self.flying:
+            self.step(arounds if len(arounds) > 1 else repeat(arounds[0]), forwards, until)
+            return
+        around, shortest = arounds[0], min(forwards)
+        if not self.is_full(around, shortest):
+            few = len(self.flying) + 1
+            self.step(repeat(around), forwards[:few], until)
+            forwards = forwards[few:]
+            if not self.is_full(around, shortest):
+                self.step(repeat(around), forwards, until)
+                return
+        self.glide(around, forwards, until)
 
     def is_full(self, around: Around, shortest: int) -> bool:
         """Whether the compute lane never waits and the host always does, as long as steps have these prices and no

@@ -287,7 +287,8 @@ class SimEngine:
             self._deliver(one, time_ns)
         if passed.repeated:
             times = launched[1 + early : 1 + early + passed.repeated]
-            metrics.delivered_each(stretch.requests, stretch.left + passed.behind, times)
+            together = passed.repeated <= stretch.together + passed.behind
+            metrics.delivered_each(stretch.requests, times, None if together else stretch.left + passed.behind)
             metrics.finished(passed.finished)
         for plan in passed.in_flight:
             if plan.step >= stretch.step:

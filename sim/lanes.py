@@ -14,8 +14,8 @@ from typing import NamedTuple
 from asyncsched.plan import StepPlan, StepShape
 from asyncsched.program import Event, EventKind, Lane, OpKind, Template
 from asyncsched.stretch import Stretch
-from asyncsched.timeline import IDLE_CAUSES, LANES, LaneAccount, Span, StepTimes, Timeline
-from sim.costs import CostModel, d2h_bytes, h2d_bytes
+from asyncsched.timeline import LaneAccount, Span, StepTimes, Timeline
+from sim.costs import CostModel, DecodePricer, d2h_bytes, h2d_bytes
 from sim.course import Course, StepMoments
 
 HOST, H2D, COMPUTE, D2H = range(4)  # lanes
@@ -71,6 +71,7 @@ class Lanes:
         self.gate = 0  # no forward pass before this: exposed output synchronization
         self.idle = 0  # time without work since the last launch
         self._pace_ns = 1  # of the newest step of a stretch
+        self._pricers: dict[int, DecodePricer] = {}  # by sequences
         self._known: dict[int, Translated] = {}
 
     def host(self, kind: str, plan: StepPlan, shape: StepShape) -> None:
@@ -123,39 +124,35 @@ class Lanes:
 
         commits  what committing each of the steps in flight takes
         """
-        account, sync = self.account, self.costs.output_sync_ns()
+        account, ahead, sync = self.account, len(in_flight), self.costs.output_sync_ns()
         returns = [self.recorded[self._returned(plan.slot)] for plan in in_flight]
-        flying = zip(returns, commits, strict=True)
         times: list[StepMoments] | None = None if self.timeline is None else []
+        flying = zip(returns, commits, strict=True)
         course = Course(self.free, self.gate, self.idle, account.last_end_ns, sync, flying, times)
+        launches = course.launches
         for first, end, n, starts in stretch.parts(steps):
             if course.host >= until:
                 break
-            bucket, mixed_bucket = stretch.padded(n)
+            pricer = self._pricers.get(n) or self._pricer(stretch, n)
             while first < end and course.host < until:
-                kv_tokens, count = starts + n * (first + 1), end - first
+                count = end - first
                 if until != math.inf:  # about as many as there is time for; there is another round if it was more
-                    time_ns = max(int(until) - max(course.host, course.compute), 0)
-                    count = min(count, time_ns // self._pace_ns + len(in_flight) + 2)
-                shape = StepShape(n, n, 0, n, n, kv_tokens, kv_tokens, bucket, 0, 0, mixed_bucket)
-                prices = self.costs.decode_prices(shape, stretch.step + first, count)
+                    time_ns = int(until) - max(course.host, course.compute)
+                    count = min(count, max(time_ns, 0) // self._pace_ns + ahead + 2)
+                prices = pricer(starts + n * (first + 1), stretch.step + first, count)
                 self._pace_ns = max(prices.forward[-1] + sync, 1)
-                before = len(course.launches)
+                before = len(launches)
                 course.take(prices, until)
-                first += len(course.launches) - before
+                first += len(launches) - before
         self.free[:] = course.host, course.h2d, course.compute, course.d2h
         self.gate, self.idle, account.last_end_ns = course.gate, course.idle, course.last
-        count = len(course.launches)
-        for place, (returned, _) in enumerate(course.flying, count - len(in_flight)):
+        for place, (returned, _) in enumerate(course.flying, len(launches) - ahead):
             slot = in_flight[place].slot if place < 0 else stretch.slots[place % self.depth]
             self.recorded[self._returned(slot)] = returned
-        for lane, busy in zip(LANES, course.busy, strict=True):
-            account.busy[lane] += busy
-        for cause, waited in zip(IDLE_CAUSES, course.waited, strict=True):
-            account.idle[cause] += waited
+        account.add(course.busy, course.waited)
         if times:
             self._decode_spans(stretch, in_flight, times)
-        return course.launches
+        return launches
 
     def state(self) -> LaneState:
         """For `restore`."""
@@ -220,6 +217,12 @@ class Lanes:
             self._span("d2h", "d2h", plan, at.read, at.d2h, d2h_bytes(shape))
             self._span("host", "collect", old, at.launched, at.collected, len(old.sampled))
             self._span("host", "commit", old, at.collected, at.committed, old.num_seqs)
+
+    def _pricer(self, stretch: Stretch, n: int) -> DecodePricer:
+        bucket, mixed_bucket = stretch.padded(n)
+        shape = StepShape(n, n, 0, n, n, n, n, bucket, 0, 0, mixed_bucket)
+        pricer = self._pricers[n] = self.costs.decode_pricer(shape)
+        return pricer
 
     def _span(self, lane: str, name: str, plan: StepPlan, start: int, end: int, size: int) -> None:
         assert self.timeline is not None  # spans are kept

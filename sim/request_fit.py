@@ -28,7 +28,7 @@ from asyncsched.config import EngineConfig
 from asyncsched.errors import ConfigError
 from asyncsched.plan import StepShape
 from asyncsched.runs import UNKNOWN, IntArray, RequestLog, Run
-from sim.costs import Around, DecodePrices
+from sim.costs import Around, DecodePricer, DecodePrices
 from sim.replay import NO_STEP, Replayed, Workload, replay
 
 FloatArray = NDArray[np.float64]
@@ -94,12 +94,16 @@ class StepPrices:
     def output_sync_ns(self) -> int:
         return 0
 
-    def decode_prices(self, shape: StepShape, step: int, count: int) -> DecodePrices:
-        kv = shape.kv_tokens
-        shapes = (
-            shape._replace(kv_tokens=kv + shape.num_seqs * n, attn_pairs=kv + shape.num_seqs * n) for n in range(count)
-        )
-        return DecodePrices((Around(0, 0, 0, 0, 0, 0),), [self.forward_ns(one, step) for one in shapes])
+    def decode_pricer(self, shape: StepShape) -> DecodePricer:
+        n, free = shape.num_seqs, (Around(0, 0, 0, 0, 0, 0),)
+
+        def prices(kv_tokens: int, step: int, count: int) -> DecodePrices:
+            shapes = [
+                shape._replace(kv_tokens=read, attn_pairs=read) for read in range(kv_tokens, kv_tokens + n * count, n)
+            ]
+            return DecodePrices(free, [self.forward_ns(one, step) for one in shapes])
+
+        return prices
 
 
 @dataclass(frozen=True, slots=True)

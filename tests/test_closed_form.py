@@ -21,7 +21,7 @@ from asyncsched.plan import StepShape
 from asyncsched.request import SamplingParams
 from asyncsched.scheduler import Scheduler
 from asyncsched.timeline import LANES, Timeline
-from sim.costs import Around, DecodePrices
+from sim.costs import Around, DecodePricer, DecodePrices
 from sim.engine import SimEngine
 from sim.run import Result, simulate
 from sim.scenario import Scenario
@@ -90,7 +90,10 @@ class TableCosts:
     def output_sync_ns(self) -> int:
         return self.output_sync
 
-    def decode_prices(self, shape: StepShape, step: int, count: int) -> DecodePrices:
+    def decode_pricer(self, shape: StepShape) -> DecodePricer:
+        return self.decode_prices
+
+    def decode_prices(self, kv_tokens: int, step: int, count: int) -> DecodePrices:
         steps = self.steps[step : step + count]
         around = [Around(*[getattr(times, kind) for kind in Around._fields]) for times in steps]
         return DecodePrices(around[:1] if len(set(around)) == 1 else around, [times.forward for times in steps])

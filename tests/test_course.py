@@ -82,7 +82,7 @@ FAULTS = {
     "input copies are forgotten": ("glide", "self.h2d = begins[count - 1]", "self.h2d = 0 * begins[count - 1]"),
     "what is in flight is forgotten": ("glide", "max(count - ahead, 0) + 1", "max(count - ahead, 0)"),
     "launches begin": ("glide", "before = plan + fill + launch", "before = plan + fill"),
-    "some steps are taken twice": ("take", "self.glide(around, forwards[done:]", "self.glide(around, forwards"),
+    "some steps are taken twice": ("take", "forwards = forwards[few:]", "pass"),
 }
 
 
