@@ -1,4 +1,4 @@
-"""Which depth pays for a scenario, by how much, from which host cost on, and what it costs.
+"""Which depth pays for a scenario or a recorded run, by how much, from which host cost on, and what it costs.
 
 A deeper pipeline is worth it when it makes the metric better by at least a given share than the depth chosen so far. It
 can do so only where host work is exposed, most where the host takes as long as the GPU: there the search begins, and
@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import joblib
 
 from asyncsched.errors import ConfigError
+from asyncsched.runs import Run
+from sim.host_speed import probed
+from sim.predict import delayed, predicted_summary
+from sim.profile import Profile
 from sim.run import simulate
 from sim.scenario import Scenario, override_values
 
@@ -45,7 +50,10 @@ class Threshold(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """`runs` are summaries by depth; `gains` are over the depth that was chosen before, None for the first."""
+    """`runs` are summaries by depth; `gains` are over the depth that was chosen before, None for the first.
+
+    only_lengths  every request ends by its length limit, so that nothing is computed in vain
+    """
 
     question: Question
     runs: dict[int, Mapping[str, Any]]
@@ -53,23 +61,52 @@ class Advice(NamedTuple):
     chosen: int
     thresholds: tuple[Threshold, ...]
     host_us_per_step: float
+    only_lengths: bool
 
 
-def advise(
-    base: Mapping[str, Any], question: Question, *, jobs: int = 1, progress: Callable[[int, int], None] | None = None
+SummaryAt = Callable[[int, float], Mapping[str, Any]]
+"""The summary at a depth, with so many times the host cost."""
+Progress = Callable[[int, int], None]
+"""Called with tasks done and tasks in all."""
+
+
+def advise(base: Mapping[str, Any], question: Question, *, jobs: int = 1, progress: Progress | None = None) -> Advice:
+    """Runs the scenario data at every depth and, for each depth against the one below, over host costs. Raises
+    ConfigError."""
+    _check(question)
+    for depth in question.depths:
+        scenario = _scenario(base, depth, 1.0)  # refuses what is wrong with it, before the work
+    return _advise(partial(_summary, base), question, scenario.workload.stop == "length", jobs, progress)
+
+
+def advise_run(
+    run: Run,
+    profile: Profile,
+    question: Question,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    jobs: int = 1,
+    progress: Progress | None = None,
 ) -> Advice:
-    """Runs the scenario data at every depth and, for each depth against the one below, over host costs.
+    """Serves the run's requests at the profile's prices, arriving when they did, as `advise` does with a scenario's.
+    Where a probe was read beside the run, its host is as quick as that says. The host cost that is scaled has the run's
+    host delay in it. `changes` are of the engine's settings.
 
-    Raises ConfigError. progress  called with tasks done and tasks in all
+    Raises ConfigError where the run does not say what the engine had.
     """
+    _check(question)
+    for depth in question.depths:
+        run.info.engine_config(**{**(changes or {}), "depth": depth})
+    at = partial(_predicted, run, delayed(probed(profile, run), run), dict(changes or {}))
+    only_lengths = all(finish in ("length", "rejected") for finish in run.requests.finish)
+    return _advise(at, question, only_lengths, jobs, progress)
+
+
+def _advise(at: SummaryAt, question: Question, only_lengths: bool, jobs: int, progress: Progress | None) -> Advice:
     depths = question.depths
-    if len(depths) < 2 or list(depths) != sorted(set(depths)):
-        raise ConfigError("--depths", ",".join(map(str, depths)), "name at least two depths in increasing order")
-    for depth in depths:
-        _scenario(base, depth, 1.0)  # refuses what is wrong with it, before the work
     total = 2 * len(depths) - 1
     runs: dict[int, Mapping[str, Any]] = {}
-    tasks = [joblib.delayed(_summary)(base, depth, 1.0) for depth in depths]
+    tasks = [joblib.delayed(at)(depth, 1.0) for depth in depths]
     for depth, summary in zip(depths, joblib.Parallel(n_jobs=jobs, return_as="generator")(tasks), strict=True):
         runs[depth] = summary
         if progress is not None:
@@ -78,8 +115,7 @@ def advise(
     host, gpu = first["busy_s"]["host"], first["busy_s"]["compute"]
     balanced = gpu / host if host else None
     pairs = [
-        joblib.delayed(_threshold)(base, question, below, depth, balanced)
-        for below, depth in itertools.pairwise(depths)
+        joblib.delayed(_threshold)(at, question, below, depth, balanced) for below, depth in itertools.pairwise(depths)
     ]
     thresholds = []
     for threshold in joblib.Parallel(n_jobs=jobs, return_as="generator")(pairs):
@@ -87,7 +123,8 @@ def advise(
         if progress is not None:
             progress(len(depths) + len(thresholds), total)
     chosen, gains = _choose(runs, question)
-    return Advice(question, runs, gains, chosen, tuple(thresholds), 1e6 * host / first["steps"])
+    host_us = 1e6 * host / max(first["steps"], 1)
+    return Advice(question, runs, gains, chosen, tuple(thresholds), host_us, only_lengths)
 
 
 def gain(before: Mapping[str, Any], after: Mapping[str, Any], metric: str) -> float:
@@ -115,6 +152,18 @@ def _scenario(base: Mapping[str, Any], depth: int, scale: float) -> Scenario:
     return scenario.model_copy(update={"host": scenario.host.model_copy(update={"scale": scenario.host.scale * scale})})
 
 
+def _check(question: Question) -> None:
+    depths = question.depths
+    if len(depths) < 2 or list(depths) != sorted(set(depths)):
+        raise ConfigError("--depths", ",".join(map(str, depths)), "name at least two depths in increasing order")
+
+
+def _predicted(run: Run, profile: Profile, changes: Mapping[str, Any], depth: int, scale: float) -> dict[str, Any]:
+    host = profile.host
+    scaled = host.model_copy(update={"scale": host.scale * scale, "delay_us": host.delay_us * scale})
+    return predicted_summary(run, profile.model_copy(update={"host": scaled}), **{**changes, "depth": depth})
+
+
 def _summary(base: Mapping[str, Any], depth: int, scale: float) -> dict[str, Any]:
     summary = simulate(_scenario(base, depth, scale)).summary()
     return {key: value for key, value in summary.items() if key != "wall_s"}
@@ -131,15 +180,13 @@ def _choose(runs: Mapping[int, Mapping[str, Any]], question: Question) -> tuple[
     return chosen, gains
 
 
-def _threshold(
-    base: Mapping[str, Any], question: Question, below: int, depth: int, balanced: float | None
-) -> Threshold:
+def _threshold(at: SummaryAt, question: Question, below: int, depth: int, balanced: float | None) -> Threshold:
     """Bisection by factors, between a cost at which the depth does not pay and one at which it does."""
     if balanced is None:
         return Threshold(depth, below, None, None, 0.0)
 
     def gained(scale: float) -> float:
-        return gain(_summary(base, below, scale), _summary(base, depth, scale), question.metric)
+        return gain(at(below, scale), at(depth, scale), question.metric)
 
     most = gained(balanced)
     if most < question.worth:

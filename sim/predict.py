@@ -15,7 +15,7 @@ import simpy
 from asyncsched.errors import ConfigError
 from asyncsched.pipeline import Abort, Command, Inbox, Submit
 from asyncsched.plan import StepPlan
-from asyncsched.request import SamplingParams
+from asyncsched.request import FinishReason, SamplingParams
 from asyncsched.run_log import Entry, RunLog
 from asyncsched.runs import UNKNOWN, IntArray, RequestLog, Run
 from asyncsched.scheduler import Scheduler
@@ -35,20 +35,58 @@ def predict(run: Run, profile: Profile, *, seed: int | None = None, depth: int |
     Raises ConfigError where the run does not say what the engine had (the KV block count, say).
     """
     changes = engine if depth is None else {**engine, "depth": depth}
-    config = run.info.engine_config(**changes)
-    delayed = profile.host.model_copy(update={"delay_us": run.info.host_delay_us + profile.host.delay_us})
-    costs = MeasuredCosts(profile.model_copy(update={"host": delayed}), depth=config.depth, seed=seed)
+    timeline = Timeline()
+    simulated = _simulated(run, delayed(profile, run), changes, timeline, seed)
+    return _as_run(run, simulated, timeline, {**run.info.engine, **changes})
+
+
+def predicted_summary(run: Run, profile: Profile, **engine: Any) -> dict[str, Any]:
+    """The run's requests on an engine with its settings, or others, in the words of a scenario's summary. The profile
+    has the run's host delay already. Raises ConfigError as `predict` does."""
+    simulated = _simulated(run, profile, engine, None, None)
+    metrics, account, log = simulated.metrics, simulated.account, simulated.log
+    assert log is not None  # `_simulated` gave it one
+    seconds = (log.last_delivery_ns or 0) / 1e9
+    return {
+        "depth": simulated.scheduler.config.depth,
+        "makespan_s": seconds,
+        "steps": simulated.steps,
+        "gpu_active": account.busy["compute"] / 1e9 / seconds if seconds else 0.0,
+        "busy_s": {lane: ns / 1e9 for lane, ns in account.busy.items()},
+        "requests": metrics.num_requests,
+        "rejected": metrics.ended[FinishReason.REJECTED],
+        "rejections": list(simulated.rejections),
+        "output_tokens": metrics.output_tokens,
+        "output_throughput": metrics.output_tokens / seconds if seconds else 0.0,
+        **metrics.summary(),
+        "preemptions": simulated.scheduler.preemptions,
+        "overshoot_tokens": metrics.overshoot_tokens,
+        "notes": [],
+    }
+
+
+def delayed(profile: Profile, run: Run) -> Profile:
+    """The profile with the busy-wait that the run's host had in each step."""
+    delay_us = run.info.host_delay_us + profile.host.delay_us
+    return profile.model_copy(update={"host": profile.host.model_copy(update={"delay_us": delay_us})})
+
+
+def _simulated(
+    run: Run, profile: Profile, settings: dict[str, Any], timeline: Timeline | None, seed: int | None
+) -> SimEngine:
+    """The engine that has served the run's requests. `settings` are those in which it differs from the run's."""
+    config = run.info.engine_config(**settings)
     scheduler = Scheduler(config)
     env = simpy.Environment(initial_time=0)
-    timeline = Timeline()
     driver = _Driver()
+    costs = MeasuredCosts(profile, depth=config.depth, seed=seed)
     last_positions = _last_positions(run.requests)
     simulated = SimEngine(env, scheduler, costs, last_positions, timeline=timeline, on_delivery=driver.hand_over)
     simulated.log = log = RunLog(scheduler)
     simulated.inbox.observer = log.entered
     env.process(driver.serve(env, simulated, run.requests))
     env.run(env.process(simulated.run()))
-    return _as_run(run, simulated, timeline, {**run.info.engine, **changes})
+    return simulated
 
 
 def replay(run: Run, on_plan: Callable[[StepPlan], None] | None = None) -> tuple[str, ...]:

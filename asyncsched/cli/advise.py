@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +17,6 @@ from asyncsched.cli.inputs import (
     Jobs,
     Overrides,
     Preset,
-    ScenarioFile,
     Strict,
     check_rejections,
     parse_jobs,
@@ -25,18 +25,29 @@ from asyncsched.cli.inputs import (
     scenario_name,
 )
 from asyncsched.cli.progress import progress_bar
+from asyncsched.cli.runs import ProfileName, is_run, load_profile_data, load_run
+from asyncsched.cli.whatif import sort_changes
 from asyncsched.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sim.advise import Advice, Threshold
+    from asyncsched.runs import Run
+    from sim.advise import Advice, Question, Threshold
 
 SHOWN = ("output_throughput", "gpu_active", "ttft_ms.p50", "tpot_ms.p50", "overshoot_tokens")
 
 
 def advise(
-    scenario: ScenarioFile = None,
+    scenario: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SCENARIO|RUN",
+            help="A scenario file or the --json of a simulated run; or a recorded run: a folder, ARCHIVE.tar.xz::NAME, "
+            "or one that comes along.",
+        ),
+    ] = None,
     preset: Preset = None,
     overrides: Overrides = None,
+    profile: ProfileName = None,
     strict: Strict = False,
     goodput: Goodput = None,
     depths: Annotated[str, typer.Option(metavar="K,...", help="Depths to compare.")] = "1,2,3",
@@ -47,14 +58,21 @@ def advise(
     jobs: Jobs = "1",
     as_json: AsJson = False,
 ) -> None:
-    """Say which depth pays for a scenario, or for the run in a result of `simulate --json`."""
+    """Say which depth pays for a scenario, or for a recorded run, at the prices of a profile or at its own."""
     from sim.advise import Question
     from sim.advise import advise as ask
 
     _check_metric(metric)
     question = Question(_parse_depths(depths), metric, parse_share("--worth", worth))
     processes = parse_jobs(jobs)
-    base = scenario_data(scenario, preset, overrides, strict=strict, goodput=goodput)
+    if scenario is not None and (profile is not None or is_run(scenario)):
+        _refuse(preset=preset, strict=strict, goodput=goodput)
+        _advise_run(scenario, profile, overrides or [], question, processes, as_json=as_json)
+        return
+    if profile is not None:
+        raise ConfigError("--profile", profile, "it goes with a recorded run; name one")
+    path = None if scenario is None else Path(scenario)
+    base = scenario_data(path, preset, overrides, strict=strict, goodput=goodput)
     with progress_bar("comparing") as progress:
         advice = ask(base, question, jobs=processes, progress=progress)
     first = advice.runs[question.depths[0]]
@@ -63,11 +81,62 @@ def advise(
         print("warning:", line, file=sys.stderr)
     words = in_words(advice)
     if as_json:
-        print_json(_as_json(advice, words))
+        print_json({**_as_json(advice, words), "scenario": first["scenario"]})
         return
-    _print(advice, scenario_name(scenario, preset))
+    _print(advice, scenario_name(path, preset))
     for line in words:
         print(line)
+
+
+def _advise_run(
+    name: str, profile: str | None, changes: Sequence[str], question: Question, processes: int, *, as_json: bool
+) -> None:
+    """Without a profile, prices are learnt from the run itself."""
+    from sim.advise import advise_run
+    from sim.calibrate import calibrate
+    from sim.profile import Profile
+    from sim.scenario import override_values
+
+    of_engine, of_profile = sort_changes(changes)
+    if "depth" in of_engine:
+        raise ConfigError("--set", f"depth={of_engine['depth']}", "depths are what is compared; use --depths")
+    recorded = load_run(name)
+    data = load_profile_data(profile) if profile is not None else calibrate([recorded]).to_dict()
+    prices = Profile.from_dict(override_values(data, of_profile))
+    with progress_bar("comparing") as progress:
+        advice = advise_run(recorded, prices, question, of_engine, jobs=processes, progress=progress)
+    warning = check_rejections(dict(advice.runs[question.depths[0]]))
+    if warning:
+        print("warning:", warning, file=sys.stderr)
+    words = [*([] if changes else _as_measured(recorded, advice)), *in_words(advice)]
+    if as_json:
+        settings = {"engine": {**recorded.info.engine, **of_engine}}
+        print_json({**_as_json(advice, words), "run": recorded.info.name, "profile": profile, "scenario": settings})
+        return
+    _print(advice, recorded.info.name)
+    for line in words:
+        print(line)
+
+
+def _as_measured(run: Run, advice: Advice) -> list[str]:
+    """How far off the prediction is where it can be seen."""
+    from sim.advise import value_of
+    from sim.validate import figures
+
+    metric, depth = advice.question.metric, run.info.engine_config().depth
+    measured = figures(run).get(metric)
+    if not measured or depth not in advice.runs:
+        return []
+    predicted = value_of(advice.runs[depth], metric)
+    was = f"The run at depth {depth}: {FIGURES[metric].label} {write(metric, measured)} measured"
+    return [f"{was}, {write(metric, predicted)} predicted ({predicted / measured - 1:+.1%})."]
+
+
+def _refuse(**options: object) -> None:
+    for name, value in options.items():
+        if value:
+            shown = " ".join(value) if isinstance(value, list) else value
+            raise ConfigError(f"--{name}", shown, "it goes with a scenario, and a run is named")
 
 
 def in_words(advice: Advice) -> list[str]:
@@ -81,8 +150,10 @@ def in_words(advice: Advice) -> list[str]:
         lines.append(_verdict(advice, before, depth, gained, pays))
         before = depth if pays else before
     lines += [_threshold(advice, threshold) for threshold in advice.thresholds]
-    if advice.runs[question.depths[0]]["scenario"]["workload"]["stop"] == "length":
-        lines.append("Overshoot: none, as requests end by length; workload.stop = eos prices what ends by itself.")
+    if advice.only_lengths:
+        scenario = "scenario" in advice.runs[question.depths[0]]
+        hint = "; workload.stop = eos prices what ends by itself" if scenario else ""
+        lines.append(f"Overshoot: none, as requests end by length{hint}.")
     lines.append(f"Advice: {_name(advice.chosen)}.")
     return lines
 
@@ -152,7 +223,6 @@ def _as_json(advice: Advice, words: list[str]) -> dict[str, Any]:
         "host_us_per_step": advice.host_us_per_step,
         "words": words,
         "runs": [dict(run) for run in advice.runs.values()],
-        "scenario": advice.runs[advice.question.depths[0]]["scenario"],
     }
 
 

@@ -23,6 +23,12 @@ ProfileName = Annotated[
 ]
 
 
+def is_run(name: str) -> bool:
+    """Whether it names a run rather than a scenario file."""
+    path, packaged = Path(name), _packaged_run(name)
+    return packaged != name or IN_ARCHIVE in name or name.endswith(ARCHIVE) or path.is_dir()
+
+
 def load_run(name: str) -> Run:
     """Raises ConfigError."""
     return read_run(_packaged_run(name))

@@ -36,7 +36,7 @@ def whatif(
     """What would this run have been? Without a profile, prices are learnt from the run itself."""
     if not changes:
         raise ConfigError("--set", MISSING, "say what is different, as in host.scale=2 or depth=1")
-    of_engine, of_profile = _sort(changes)
+    of_engine, of_profile = sort_changes(changes)
     recorded = load_run(run)
     from sim.calibrate import calibrate
     from sim.predict import predict
@@ -58,7 +58,7 @@ def whatif(
         _print_rows(recorded.info.name, changes, rows)
 
 
-def _sort(changes: Sequence[str]) -> tuple[dict[str, Any], dict[str, object]]:
+def sort_changes(changes: Sequence[str]) -> tuple[dict[str, Any], dict[str, object]]:
     """Changes of the engine, and of the profile."""
     from sim.scenario import parse_value
 
