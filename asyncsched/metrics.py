@@ -46,8 +46,8 @@ class ServingMetrics:
 
     def arrived(self, index: int, now_ns: int) -> None:
         """A request was submitted; indices count up from 0."""
-        while index >= len(self.arrival_ns):
-            self._grow()
+        if index >= len(self.arrival_ns):
+            self._grow(max(len(self.arrival_ns), index + 1, 64))
         self.arrival_ns[index] = now_ns
         self.num_requests = max(self.num_requests, index + 1)
 
@@ -133,8 +133,7 @@ class ServingMetrics:
         whole = cls()
         whole._gaps = Tally.merged([part._gaps for part in parts])
         whole.num_requests = sum(part.num_requests for part in parts)
-        while len(whole.arrival_ns) < whole.num_requests:
-            whole._grow()
+        whole._grow(whole.num_requests)
         for part, places in zip(parts, numbers, strict=True):
             for name in ("arrival_ns", "first_ns", "last_ns", "num_tokens", "completed"):
                 getattr(whole, name)[places] = getattr(part, name)[: part.num_requests]
@@ -161,9 +160,8 @@ class ServingMetrics:
             else:
                 self._gaps.add(now_ns - last, times.count(last))
 
-    def _grow(self) -> None:
-        """Doubles the room."""
-        more = max(len(self.arrival_ns), 64)
+    def _grow(self, more: int) -> None:
+        """Room for so many more requests."""
         self.arrival_ns = np.concatenate((self.arrival_ns, np.zeros(more, dtype=np.int64)))
         self.first_ns = np.concatenate((self.first_ns, np.full(more, NOT_YET)))
         self.last_ns = np.concatenate((self.last_ns, np.full(more, NOT_YET)))

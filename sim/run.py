@@ -65,7 +65,7 @@ class Result:
             "rejected": ended[FinishReason.REJECTED],
             "rejections": list(self.rejections),
             "goodput": self._goodput(makespan_s),
-            "prompt_tokens": sum(arrival.prompt_tokens for arrival in self.workload.arrivals),
+            "prompt_tokens": int(self.workload.arrivals.prompt_tokens.sum()),
             "output_tokens": self.metrics.output_tokens,
             "output_throughput": self.metrics.output_tokens / makespan_s if makespan_s else 0.0,
             **self.metrics.summary(),
@@ -128,7 +128,7 @@ def simulate(
     if progress is None:
         env.run(run)
     else:
-        _run_with_progress(env, run, fleet, sum(a.output_tokens for a in workload.arrivals), progress)
+        _run_with_progress(env, run, fleet, int(workload.arrivals.output_tokens.sum()), progress)
     return report(scenario, workload, fleet, started)
 
 

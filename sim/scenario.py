@@ -30,7 +30,7 @@ from sim.profile import Profile
 from sim.routers import load_router
 from sim.spec import Count, Section, unknown, validate
 from sim.trace import PACKAGED
-from sim.workload import Arrival, Workload, WorkloadSpec, build_workload
+from sim.workload import ArrivalTable, Workload, WorkloadSpec, build_workload
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -163,7 +163,7 @@ class Scenario(Section):
         """Raises ConfigError for a trace that cannot be used."""
         return build_workload(self.workload, self.seed)
 
-    def workload_arrivals(self) -> list[Arrival]:
+    def workload_arrivals(self) -> ArrivalTable:
         """In order of arrival. Raises ConfigError for a trace that cannot be used."""
         return self.build_workload().arrivals
 

@@ -263,7 +263,7 @@ def test_the_published_run_is_reproduced_by_its_inputs():
     assert totals_s("overlap.gpu_contention=1.02")[1] == pytest.approx(233.0, abs=0.05)
     both = totals_s("overlap.gpu_contention=1.02", "overlap.exposed_output_sync_us=172")[1]
     assert both == pytest.approx(234.5, abs=0.1)
-    assert load_preset("hf-8b-bs32").workload_arrivals() == [(0, 128, 8192, 8192, 0, ())] * 32
+    assert list(load_preset("hf-8b-bs32").workload_arrivals()) == [(0, 128, 8192, 8192, 0, ())] * 32
 
 
 @pytest.mark.parametrize(("context", "ms"), [(512, 6.0), (4096, 9.5), (8192, 13.4)])

@@ -179,7 +179,7 @@ def test_slices(tmp_path: Path) -> None:
 def test_clipped_lengths_are_said(tmp_path: Path) -> None:
     path = write(tmp_path, jsonl({"timestamp": 0, "input_length": 1500, "hash_ids": [1, 2, 3]}, {"timestamp": 1}))
     read, notes = load(path, max_prompt_tokens=600, max_tokens=2)
-    assert read == [Arrival(0, 600, 2, 2, 0, (1, 2)), Arrival(1_000_000, 10, 2, 2, 0)]
+    assert list(read) == [Arrival(0, 600, 2, 2, 0, (1, 2)), Arrival(1_000_000, 10, 2, 2, 0)]
     assert notes == (
         "1 of 2 prompts were clipped to 600 tokens, 59.6% of all prompt tokens",
         "2 of 2 outputs were clipped to 2 tokens, 33.3% of all output tokens",

@@ -36,7 +36,7 @@ def trace(path="azure-conv-500", **keys) -> TraceWorkload:
 
 
 def requests(spec, seed):
-    return build_workload(spec, seed).arrivals
+    return list(build_workload(spec, seed).arrivals)
 
 
 def write(folder: Path, text: str) -> Path:
