@@ -122,10 +122,15 @@ class Course:
     def take(self, prices: DecodePrices, until: float) -> None:
         """Takes steps of these prices, in whichever way is the quickest."""
         arounds, forwards = prices
-        if len(arounds) > 1 or not self.flying:
-            self.step(arounds if len(arounds) > 1 else repeat(arounds[0]), forwards, until)
+        if len(arounds) > 1:
+            self.step(arounds, forwards, until)
             return
         around, shortest = arounds[0], min(forwards)
+        if not self.flying:
+            self.step(arounds, forwards[:1], until)
+            if self.host < until:
+                self.take_turns(around, forwards[1:], until)
+            return
         if not self.is_full(around, shortest):
             few = len(self.flying) + 1
             self.step(repeat(around), forwards[:few], until)
@@ -134,6 +139,38 @@ class Course:
                 self.step(repeat(around), forwards, until)
                 return
         self.glide(around, forwards, until)
+
+    def take_turns(self, around: Around, forwards: Sequence[int], until: float) -> None:
+        """Takes the steps at once where nothing is in flight beside them, as far as they begin before `until`: lanes
+        wait for each other in turn. Behind a step of the same prices."""
+        plan, fill, launch, copy_in, copy_out, commit = around
+        sync, before, after = self.sync, plan + fill + launch, copy_out + commit
+        gap = after + plan + fill + max(launch, copy_in)  # between two forward passes
+        if sync > gap:  # it holds the lane for longer
+            self.step(repeat(around), forwards, until)
+            return
+        ends = list(accumulate([forward + gap for forward in forwards], initial=self.compute))
+        begins = [end + after for end in ends]
+        count = bisect_left(begins, until, 0, len(forwards))
+        if not count:
+            return
+        self.launches += [begun + before for begun in begins[:count]]
+        if self.times is not None:
+            for begun, computed, committed in zip(begins[:count], ends[1:], begins[1:], strict=False):
+                filled, started, back = begun + plan + fill, begun + (gap - after), computed + copy_out
+                self.times.append(
+                    StepMoments(
+                        *(begun, begun + plan, filled, filled, filled + copy_in, filled + launch),
+                        *(started, computed, computed, back, back, committed),
+                    )
+                )
+        enqueued = max(after + before, sync)  # when the lane waits for the host no longer
+        self._count(count, before + commit, copy_in, sum(forwards[:count]), copy_out)
+        self.waited[0] += (enqueued - sync) * count
+        self.waited[1] += (gap - enqueued) * count
+        self.waited[2] += sync * count
+        self.host, self.h2d = begins[count], begins[count - 1] + plan + fill + copy_in
+        self._leave_at(ends[count], copy_out)
 
     def is_full(self, around: Around, shortest: int) -> bool:
         """Whether the compute lane never waits and the host always does, as long as steps have these prices and no
@@ -181,15 +218,25 @@ class Course:
                     )
                 )
         commits = [committing for _, committing in flying][:count]
-        self.busy[0] += before * count + sum(commits) + commit * (count - len(commits))
-        self.busy[1] += copy_in * count
-        self.busy[2] += sum(forwards[:count])
-        self.busy[3] += copy_out * count
+        self._count(count, before, copy_in, sum(forwards[:count]), copy_out)
+        self.busy[0] += sum(commits) + commit * (count - len(commits))
         self.waited[2] += sync * count
         self.host = begins[count]
         self.h2d = begins[count - 1] + plan + fill + copy_in
-        self.compute = self.last = ends[count]
-        self.gate, self.d2h = ends[count] + sync, ends[count] + copy_out
+        self._leave_at(ends[count], copy_out)
         flying.extend([(end + copy_out, commit) for end in ends[max(count - ahead, 0) + 1 : count + 1]])
         while len(flying) > ahead:
             flying.popleft()
+
+    def _count(self, count: int, host: int, copy_in: int, forwards: int, copy_out: int) -> None:
+        """So many steps of these prices; `forwards` is the sum of theirs."""
+        busy = self.busy
+        busy[0] += host * count
+        busy[1] += copy_in * count
+        busy[2] += forwards
+        busy[3] += copy_out * count
+
+    def _leave_at(self, computed: int, copy_out: int) -> None:
+        """The newest forward pass ended then, and its output is copied behind it."""
+        self.compute = self.last = computed
+        self.gate, self.d2h = computed + self.sync, computed + copy_out
