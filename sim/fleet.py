@@ -43,10 +43,7 @@ class Fleet:
         self._env = env
         self._scenario = scenario
         self._router = load_router(scenario.replicas.router)
-        self._replicas = [Replica(number) for number in range(count)]
-        self._sizes = [array("q") for _ in range(count)]  # prompt and max_tokens of each replica's requests
-        self._ended: simpy.Event | None = None
-        self._num_ended = 0
+        self._loads = _Loads(count)
         self.numbers = [array("q") for _ in range(count)]  # of each replica's requests, in the workload
         watched = scenario.workload.max_concurrency is not None
         watched |= count > 1 and getattr(self._router, "sees_load", True)
@@ -60,7 +57,7 @@ class Fleet:
                 timeline=Timeline() if spans else None,
                 leaps=leaps,
                 alone=count == 1,
-                on_end=partial(self._on_end, number) if watched else None,
+                on_end=partial(self._loads.ended, number) if watched else None,
                 most_gaps=max(MOST_GAPS // count, 1 << 14),
             )
             for number in (range(count) if order is None else order)
@@ -81,9 +78,8 @@ class Fleet:
         for number, arrival in enumerate(workload.arrivals):
             if arrival.arrival_ns > env.now:
                 yield env.timeout(arrival.arrival_ns - env.now)
-            while most is not None and number - self._num_ended >= most:
-                self._ended = env.event()
-                yield self._ended
+            while most is not None and number - self._loads.num_ended >= most:
+                yield self._loads.next_end(env)
                 yield env.timeout(1)
             self._submit(number, arrival)
         for engine in self.engines:
@@ -98,25 +94,42 @@ class Fleet:
         chosen = 0
         if len(self.engines) > 1:
             routed = Routed(number, int(self._env.now), prompt, arrival.max_tokens, arrival.priority)
-            chosen = ask(self._router, routed, self._replicas)
-        size = arrival.prompt_tokens + arrival.max_tokens
-        replica = self._replicas[chosen]
-        replica.num_requests += 1
-        replica.num_tokens += size
+            chosen = ask(self._router, routed, self._loads.replicas)
+        self._loads.came(chosen, arrival.prompt_tokens + arrival.max_tokens)
         self.numbers[chosen].append(number)
-        self._sizes[chosen].append(size)
         last_position = arrival.prompt_tokens + arrival.output_tokens - 1
         self.engines[chosen].submit(Submit(str(number), prompt, params, arrival.priority), last_position)
 
-    def _on_end(self, number: int, notices: Sequence[Finished]) -> None:
-        replica, sizes = self._replicas[number], self._sizes[number]
+
+class _Loads:
+    """What the router sees of each replica, and how many requests have ended. Engines tell it, and it knows none, so
+    that the memory of a run is free as soon as nobody looks at the run."""
+
+    def __init__(self, count: int) -> None:
+        self.replicas = [Replica(number) for number in range(count)]
+        self.num_ended = 0
+        self._sizes = [array("q") for _ in range(count)]  # prompt and max_tokens of each replica's requests
+        self._next_end: simpy.Event | None = None
+
+    def came(self, number: int, size: int) -> None:
+        replica = self.replicas[number]
+        replica.num_requests += 1
+        replica.num_tokens += size
+        self._sizes[number].append(size)
+
+    def ended(self, number: int, notices: Sequence[Finished]) -> None:
+        replica, sizes = self.replicas[number], self._sizes[number]
         for notice in notices:
             replica.num_requests -= 1
             replica.num_tokens -= sizes[notice.number]
-        self._num_ended += len(notices)
-        if self._ended is not None:
-            self._ended.succeed()
-            self._ended = None
+        self.num_ended += len(notices)
+        if self._next_end is not None:
+            self._next_end.succeed()
+            self._next_end = None
+
+    def next_end(self, env: simpy.Environment) -> simpy.Event:
+        self._next_end = env.event()
+        return self._next_end
 
 
 @lru_cache(maxsize=1 << 16)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutants.patching import Rewrite
 
+import sim.fleet
 from asyncsched.cli.app import run as main
 from asyncsched.errors import ConfigError, PolicyError
 from asyncsched.plan import StepShape
+from asyncsched.scheduler import Scheduler
 from sim.engine import SimEngine
 from sim.fleet import Fleet
 from sim.lanes import Lanes
@@ -65,7 +69,7 @@ FAULTS = {
     "idle times are not put back": (Lanes, "restore", "account.idle.update(idle)", "pass"),
     "ends are passed in a leap": (SimEngine, "_leap", "next(ending, steps) + 1", "steps"),
     "clients ask again at once": (Fleet, "_arrive", "yield env.timeout(1)", "pass"),
-    "loads do not fall": (Fleet, "_on_end", "num_requests -= 1", "num_requests -= 0"),
+    "loads do not fall": (sim.fleet._Loads, "ended", "num_requests -= 1", "num_requests -= 0"),
 }
 
 
@@ -347,3 +351,29 @@ def test_a_router_that_raises_is_one_line(capsys: pytest.CaptureFixture[str]) ->
     captured = capsys.readouterr()
     assert captured.err == "error: router Router failed for request 0 (KeyError: 'x')\n"
     assert not captured.out
+
+
+@pytest.mark.parametrize("router", ["round-robin", "least-loaded"])
+@pytest.mark.parametrize("most", [None, 3])
+def test_a_run_leaves_nothing_but_its_result(router: str, most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even until Python looks for garbage: the next fleet would not fit beside it."""
+    made: list[weakref.ref[Scheduler]] = []
+
+    def scheduler(*args: Any, **options: Any) -> Scheduler:
+        one = Scheduler(*args, **options)
+        made.append(weakref.ref(one))
+        return one
+
+    monkeypatch.setattr(sim.fleet, "Scheduler", scheduler)
+    asked = scenario(3, router)
+    if most is not None:
+        workload = asked.workload.model_copy(update={"max_concurrency": most})
+        asked = asked.model_copy(update={"workload": workload})
+    gc.collect()
+    gc.disable()
+    try:
+        result = simulate(asked)
+        assert result.steps > 0
+        assert [ref() for ref in made] == [None] * 3
+    finally:
+        gc.enable()
