@@ -363,9 +363,7 @@ class Scheduler:
         available = self.residency.pool.available
         if needed > available:
             return None
-        most = len(self._seated) * self.config.max_blocks_per_seq  # what anybody may have been promised
-        tight = needed + most > available
-        if tight and needed + room.outstanding_promises(self.rows, self._reserved, self._seated) > available:
+        if needed + room.outstanding_promises(self.rows, self._reserved, self._seated) > available:
             return None
         if not self.residency.can_restore(request):
             return None

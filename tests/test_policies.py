@@ -52,6 +52,11 @@ class TooGreedy:
         return 10**9
 
 
+class AllForTheFirst:
+    def reserved_tokens(self, request: RequestView) -> int:
+        return 10**9 if request.number == 0 else 4
+
+
 class NothingAtAll:
     def reserved_tokens(self, request: RequestView) -> int:
         return -(10**9)
@@ -176,6 +181,14 @@ def test_worst_case_admits_when_the_length_limit_fits_and_optimistic_when_the_pr
     assert worst_case.plans[0].requests.tolist() == [0]
     assert not worst_case.evictions
     assert run(engine(num_blocks=12, reservation="worst-case"), *asks).plans[0].requests.tolist() == [0, 1]
+
+
+def test_a_promise_is_kept_though_it_is_for_more_than_one_sequence_can_use():
+    asks = [ask("a", 4), ask("b", 4)]
+    together = run(engine(reservation="tests.test_policies:TwoBlocks"), *asks)
+    assert together.plans[0].requests.tolist() == [0, 1]
+    greedy = run(engine(reservation="tests.test_policies:AllForTheFirst"), *asks)
+    assert [plan.requests.tolist() for plan in greedy.plans] == [[0]] * 6 + [[1]] * 6
 
 
 @pytest.mark.parametrize("policy", ["TwoBlocks", "TooGreedy", "NothingAtAll"])
