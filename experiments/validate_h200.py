@@ -45,7 +45,6 @@ CROSSOVER_LIMIT = 5.0
 COVERED = (0.85, 0.95)
 SHOWN = ("ttft_ms.mean", "ttft_ms.p99", "tpot_ms.p99", "itl_ms.mean", "itl_ms.p99", "e2el_ms.mean", "idle.host")
 SHOWN_COUNTS = ("steps", "preemptions")
-BEGIN, END = "<!-- validate_h200: begin -->", "<!-- validate_h200: end -->"
 WORDS = {"heldout": "held out", "tight": "too few KV blocks", "delay": "host delayed"}
 IN_DOCS = {
     "makespan_s": "makespan",
@@ -133,7 +132,7 @@ def main(
     if json_out is not None:
         write_output("--json-out", json_out, text.encode() + b"\n")
     if docs is not None:
-        _into_docs(docs, _markdown(report))
+        into_docs(docs, "validate_h200", _markdown(report))
     if as_json:
         print(text)
     else:
@@ -338,12 +337,14 @@ def _cell(row: Judgement | None) -> str:
     return f"**{text}**" if row.verdict == "NOT MET" else text
 
 
-def _into_docs(path: Path, table: str) -> None:
+def into_docs(path: Path, name: str, table: str) -> None:
+    """Replaces what is between the lines `<!-- name: begin -->` and `<!-- name: end -->` of a file."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     text = path.read_text(encoding="utf-8")
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise SystemExit(f"error: --docs: {str(path)!r} is not allowed; it needs the lines {BEGIN} and {END}")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    write_output("--docs", path, f"{before}{BEGIN}\n{table}\n{END}{after}".encode())
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise SystemExit(f"error: --docs: {str(path)!r} is not allowed; it needs the lines {begin} and {end}")
+    before, after = text.split(begin)[0], text.split(end)[1]
+    write_output("--docs", path, f"{before}{begin}\n{table}\n{end}{after}".encode())
 
 
 def _plot(rows: Sequence[Judgement], path: Path, shape: str) -> None:
