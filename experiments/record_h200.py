@@ -1,33 +1,38 @@
 """Records the runs that profiles are fitted to and judged by: one model in memory, a synchronous and an asynchronous
 engine over it, workloads that arrive in real time.
 
-    python experiments/record_h200.py --out DIR [--config llama-8b --config llama-1b] [--only fit,heldout,...]
+    python experiments/record_h200.py --out DIR [--pack FILE.tar] [--config llama-8b --config llama-1b]
+        [--only fit,heldout,...]
 
 Needs a CUDA device; `--dry-run` does the same with a tiny model and small workloads wherever it is started. Writes
 one archive per shape and group, each as soon as its runs are over, and what there is of it when something ends it. Runs
 that an archive holds are kept, so that a campaign that broke off is continued by the same command. Each run says how
 quick its host was before and after it (`executors/host_probe.py`). Groups and their workloads are in
-`h200_workloads.py`.
+`h200_workloads.py`. `--pack` keeps one file of everything in DIR, written anew after each group: bring that one back
+from a machine that gives few files back, and unpack it with tar.
 """
 
 from __future__ import annotations
 
 import gc
+import io
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from h200_workloads import DRY, DRY_TIGHT, ENGINE, GROUPS, MODES, ON_TIGHT, SPECS, TIGHT
 
-from asyncsched.errors import AsyncschedError
+from asyncsched.cli.files import check_output, write_output
+from asyncsched.errors import AsyncschedError, ConfigError
 from asyncsched.run_files import ARCHIVE, read_runs, write_archive
 from asyncsched.runs import Run
 from executors.llm import LLM
@@ -41,6 +46,7 @@ CLOCKS_MS = 20
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for the archives; it must exist.")],
+    pack: Annotated[Path | None, typer.Option(help="Put all files of that folder into one, too: .tar.")] = None,
     config: Annotated[list[str] | None, typer.Option(help="Named model shapes.")] = None,
     only: Annotated[str, typer.Option(help="Groups, separated by commas.")] = ",".join(GROUPS),
     minutes: Annotated[float, typer.Option(help="Start no run after this time.")] = 8.0,
@@ -52,13 +58,40 @@ def main(
         raise SystemExit(f"error: --only: {unknown[0]!r} is not allowed; use {', '.join(GROUPS)}")
     if not out.is_dir():
         raise SystemExit(f"error: --out: {str(out)!r} is not allowed; name a folder that exists")
+    try:
+        check_output("--pack", pack, (".tar",))
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from None
+    results = _Results(out, pack)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what there is gets written
     clock = _Clock(minutes * 60)
     for shape in ["llama-tiny"] if dry_run else config or ["llama-8b", "llama-1b"]:
-        missing = [group for group in groups if not _is_complete(_archive(out, shape, group), group)]
+        missing = [group for group in groups if not _is_complete(results.archive(shape, group), group)]
         if missing:
-            _record_shape(shape, missing, out, clock, dry_run)
+            _record_shape(shape, missing, results, clock, dry_run)
+    results.packed()
     clock.say("out of time: start it again for the rest" if clock.is_over else "done")
+
+
+class _Results(NamedTuple):
+    """Where results go: a folder, and one file of everything in it."""
+
+    folder: Path
+    pack: Path | None
+
+    def archive(self, shape: str, group: str) -> Path:
+        return self.folder / f"{'cpu' if shape == 'llama-tiny' else 'h200'}-{shape}-{group}{ARCHIVE}"
+
+    def packed(self) -> None:
+        """The file is replaced when it is whole. Archives are compressed; it is not."""
+        if self.pack is None:
+            return
+        data = io.BytesIO()
+        with tarfile.open(fileobj=data, mode="w") as file:
+            for path in sorted(self.folder.iterdir()):
+                if path.is_file() and path.resolve() != self.pack.resolve():
+                    file.add(path, path.name)
+        write_output("--pack", self.pack, data.getvalue())
 
 
 class _Clock:
@@ -73,20 +106,20 @@ class _Clock:
         print(f"{time.perf_counter() - self.started:6.1f} s  {line}", flush=True)
 
 
-def _record_shape(shape: str, groups: list[str], out: Path, clock: _Clock, dry_run: bool) -> None:
+def _record_shape(shape: str, groups: list[str], results: _Results, clock: _Clock, dry_run: bool) -> None:
     model: Any = named_config(shape)  # until the first engine has loaded it
     for tight in (False, True):
         wanted = [group for group in groups if (group in ON_TIGHT) == tight]
         if wanted:
             engine = (DRY_TIGHT if tight else DRY) if dry_run else TIGHT if tight else ENGINE
-            model = _record_groups(model, shape, wanted, engine, out, clock, dry_run)
+            model = _record_groups(model, shape, wanted, engine, results, clock, dry_run)
             _release()
     del model
     _release()
 
 
 def _record_groups(
-    model: Any, shape: str, groups: list[str], engine: dict[str, int], out: Path, clock: _Clock, dry_run: bool
+    model: Any, shape: str, groups: list[str], engine: dict[str, int], results: _Results, clock: _Clock, dry_run: bool
 ) -> Model:
     """Returns the model, which the engines share."""
     llms = {}
@@ -114,10 +147,13 @@ def _record_groups(
     for group in groups:
         if clock.is_over:
             break
-        path = _archive(out, shape, group)
+        path = results.archive(shape, group)
         known = {run.info.name: run for run in read_runs(path)} if path.exists() else {}
         specs = [spec.smaller() for spec in SPECS[group]] if dry_run else SPECS[group]
-        with _clocks(path.with_name(path.name.replace(ARCHIVE, ".csv")) if group == "clocks" else None):
+        with (
+            _packed_behind(results),
+            _clocks(path.with_name(path.name.replace(ARCHIVE, ".csv")) if group == "clocks" else None),
+        ):
             _record_archive(path, known, _record_group(llms, specs, clock, known), clock, len(_names(group)))
     return model
 
@@ -167,6 +203,15 @@ def _record_group(llms: dict[str, LLM], specs: Any, clock: _Clock, known: Contai
 
 
 @contextmanager
+def _packed_behind(results: _Results) -> Iterator[None]:
+    """Whatever ends what is recorded."""
+    try:
+        yield
+    finally:
+        results.packed()
+
+
+@contextmanager
 def _clocks(table: Path | None) -> Iterator[None]:
     """Meanwhile, nvidia-smi writes the GPU's clocks and power; nothing where there is none, or no table is wanted."""
     if table is None or shutil.which("nvidia-smi") is None:
@@ -203,10 +248,6 @@ def _forget(llm: LLM) -> None:
     """Spans of runs that were recorded are not needed again."""
     assert llm.timeline is not None
     llm.timeline.spans.clear()
-
-
-def _archive(out: Path, shape: str, group: str) -> Path:
-    return out / f"{'cpu' if shape == 'llama-tiny' else 'h200'}-{shape}-{group}{ARCHIVE}"
 
 
 if __name__ == "__main__":

@@ -17,13 +17,24 @@ from numpy.typing import NDArray
 from asyncsched.errors import ConfigError
 from asyncsched.runs import UNKNOWN, IntArray, Run
 from sim.cold import COLD_KINDS, NOT_COLD, Cold, fit_cold
-from sim.compute_fit import FEW, ComputeSteps, Mask, fit_compute, workloads_of
+from sim.compute_fit import FEW, ComputeFit, ComputeSteps, Mask, fit_compute, workloads_of
 from sim.fitting import FloatArray, fit, quality, ratios
 from sim.host_speed import SPEED_KINDS, fit_probe, fit_speed, probe_us
 from sim.predict import longest_contexts
-from sim.profile import STEP_KINDS, CopyProfile, FitItem, GpuProfile, HostPrice, HostProfile, JitterProfile, Profile
+from sim.profile import (
+    LARGE_SEQS,
+    STEP_KINDS,
+    CopyProfile,
+    FitItem,
+    GpuProfile,
+    HostPrice,
+    HostProfile,
+    JitterProfile,
+    Profile,
+)
 
 SLOWEST = 10  # times slower than usual is somebody else's work
+FEW_LARGE = 100  # decode steps, from which large and small ones have a table each
 TAIL_NS = 300_000  # a step that ends so soon after its launch may have waited for it
 
 
@@ -385,8 +396,18 @@ def _gpu(samples: Samples) -> tuple[GpuProfile, dict[str, FitItem], dict[str, An
             items[f"gpu.{kind}"] = quality(steps.duration[rows], found.predicted[rows], sizes)
             unknowns = {name: len(found.values.get(name, {}).get("tokens", ())) for name in ("eager", "padded")}
             count = len(found.values["decode_seqs"]) if kind == "decode" else max(unknowns.values())
-            jitter[kind] = ratios(steps.duration[rows], (found.predicted * found.of_run)[rows], count + 2)
+            large = rows & (kind == "decode") & (samples.sizes["num_seqs"][computed] >= LARGE_SEQS)
+            if min(np.count_nonzero(large), np.count_nonzero(rows & ~large)) >= FEW_LARGE:
+                jitter["decode_large"] = _jitter(steps, found, large, count + 2)
+                rows &= ~large
+            jitter[kind] = _jitter(steps, found, rows, count + 2)
     return GpuProfile(**found.values, gap_us=max(gap, 0.0)), items, jitter
+
+
+def _jitter(steps: ComputeSteps, found: ComputeFit, rows: Mask, unknowns: int) -> tuple[float, ...]:
+    """What is left within runs. Fits are closer to steps that they know, by so many unknowns."""
+    knew = float(np.mean(~found.left_out[rows]))
+    return ratios(steps.duration[rows], found.within[rows], round(unknowns * knew))
 
 
 def _middle(values: FloatArray) -> float:

@@ -64,13 +64,15 @@ class ComputeSteps:
 class ComputeFit:
     """`values` are keys of GpuProfile. `predicted` is of every step, those that were not fitted too.
 
-    of_run      measured over predicted, of each step's run, decodes and others apart
-    tables      the same as tables of ratios: of runs' decodes, and of their other steps
+    tables      measured over predicted as tables of ratios: of runs' decodes, and of their other steps
+    within      each step as it is predicted once it is known how slow its run was (unless runs have no table), by a fit
+                that knows nothing of its workload where `left_out` says so
     """
 
     values: dict[str, Any]
     predicted: FloatArray
-    of_run: FloatArray
+    within: FloatArray
+    left_out: Mask
     tables: tuple[tuple[float, ...], tuple[float, ...]]
 
 
@@ -83,7 +85,7 @@ def fit_compute(steps: ComputeSteps) -> ComputeFit:
         contention = _contention(steps, everything, whole)
     values, predicted = _fit(steps, everything, contention, whole)
     unseen = _unseen(steps, contention, whole)
-    of_run = np.ones(len(predicted))
+    within, left_out = predicted.copy(), np.zeros(len(predicted), dtype=bool)
     tables = []
     for rows in (steps.decode, ~steps.decode & steps.free):
         known: list[float] = []
@@ -91,15 +93,18 @@ def fit_compute(steps: ComputeSteps) -> ComputeFit:
             mine = rows & (steps.run == number)
             if np.count_nonzero(mine) < FEW:
                 continue
-            of_run[mine] = steps.duration[mine].sum() / predicted[mine].sum()
-            left_out = (
-                of_run[mine][0] if np.isnan(unseen[mine]).any() else steps.duration[mine].sum() / unseen[mine].sum()
-            )
-            known.append(float(of_run[mine][0] ** (1 - BETWEEN) * left_out**BETWEEN))
+            took = steps.duration[mine].sum()
+            of_run = without = took / predicted[mine].sum()
+            within[mine] = predicted[mine] * of_run
+            if not np.isnan(unseen[mine]).any():
+                without = took / unseen[mine].sum()
+                within[mine], left_out[mine] = unseen[mine] * without, True
+            known.append(float(of_run ** (1 - BETWEEN) * without**BETWEEN))
         tables.append(ratios(np.array(known), np.ones(len(known))) if len(known) >= 3 else ())
         if len(known) < 3:
-            of_run[rows] = 1.0
-    return ComputeFit(values, predicted, of_run, (tables[0], tables[1]))
+            left_out[rows] = ~np.isnan(unseen[rows])  # steps have to vary by what runs differ in
+            within[rows] = np.where(left_out[rows], unseen[rows], predicted[rows])
+    return ComputeFit(values, predicted, within, left_out, (tables[0], tables[1]))
 
 
 def _whole_seqs(steps: ComputeSteps, contention: float) -> int:

@@ -17,7 +17,7 @@ from asyncsched.timeline import LANES as NAMES
 from asyncsched.timeline import LaneAccount, Span, StepTimes, Timeline
 from sim.draws import FloatArray, Stream, generator
 from sim.lanes import COMPUTE, D2H, H2D, HOST
-from sim.profile import QUANTILES, HostPrice, PrefillPrice, Profile
+from sim.profile import QUANTILES, HostPrice, PrefillPrice, Profile, jitter_of_step
 
 BLOCK = 1024  # multipliers drawn at a time
 
@@ -31,6 +31,7 @@ _STREAMS = {
     "commit": Stream.COMMIT,
     "deliver": Stream.DELIVER,
     "decode": Stream.FORWARD,
+    "decode_large": Stream.FORWARD,
     "mixed": Stream.FORWARD,
     "prefill": Stream.FORWARD,
 }
@@ -117,7 +118,8 @@ class MeasuredCosts:
             price += gpu.us_per_longest * longest * min(size / gpu.whole_seqs, 1.0)
         else:
             price = self._prefill[shape.mixed_bucket > 0].us(shape, longest)
-        price *= self._factor * self._run[kind] * self._multiplier(kind, step)
+        table = jitter_of_step(self.profile.jitter, kind, shape.num_seqs)
+        price *= self._factor * self._run[kind] * self._multiplier(table, step)
         return round(price + (self._idle_start if idle else 0.0))
 
     def copy_ns(self, kind: OpKind, shape: StepShape) -> int:

@@ -19,6 +19,8 @@ from sim.spec import Section, Time, validate
 SCHEMA = 1
 HOST_KINDS = ("plan", "fill", "launch", "eager_launch", "commit", "deliver")
 STEP_KINDS = ("decode", "mixed", "prefill")
+LARGE_SEQS = 64
+"""Decode steps of so many sequences and more vary by a table of their own: they are what a power limit slows down."""
 QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 """Where the tables of ratios are cut."""
 
@@ -164,6 +166,7 @@ class GpuProfile(Section):
 class JitterProfile(Section):
     """Measured over predicted, as quantiles at 0, 1, 5, 10, 25, 50, 75, 90, 95, 99 and 100%; mean 1. None: no jitter.
 
+    decode_large     of decode steps of LARGE_SEQS sequences and more; () where they are as the others
     host             of all host work at once, over times in which the host has one speed; the tables of plan, fill,
                      launch, commit and deliver are of what is left
     run, run_mixed   the same of the decode steps, and of the other steps, of whole runs whose workload was not fitted:
@@ -171,6 +174,7 @@ class JitterProfile(Section):
     """
 
     decode: Ratios = ()
+    decode_large: Ratios = ()
     mixed: Ratios = ()
     prefill: Ratios = ()
     plan: Ratios = ()
@@ -190,6 +194,11 @@ class JitterProfile(Section):
             if table and (len(table) != len(QUANTILES) or list(table) != sorted(table)):
                 raise ConfigError(name, table, f"use {len(QUANTILES)} ratios in order, or none")
         return self
+
+
+def jitter_of_step(jitter: JitterProfile, kind: str, num_seqs: int) -> str:
+    """The name of the table for a step of a kind."""
+    return "decode_large" if kind == "decode" and num_seqs >= LARGE_SEQS and jitter.decode_large else kind
 
 
 class FitItem(Section):

@@ -16,7 +16,7 @@ from asyncsched.runs import SIZES, UNKNOWN, Run
 from sim.host_speed import probed
 from sim.measured import MeasuredCosts, step_kind
 from sim.predict import longest_contexts, predict, replay
-from sim.profile import QUANTILES, STEP_KINDS, Profile
+from sim.profile import QUANTILES, STEP_KINDS, Profile, jitter_of_step
 
 STATISTICS = ("mean", "p50", "p90", "p99")
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
@@ -189,14 +189,15 @@ def coverage(run: Run, profile: Profile) -> tuple[Coverage, ...]:
     before = np.concatenate(([0], np.maximum.accumulate(steps.end("compute"))[:-1]))
     idle = steps.end("fill") >= before
     inside: dict[str, list[bool]] = {kind: [] for kind in STEP_KINDS}
-    intervals = {kind: _interval(profile, kind) for kind in STEP_KINDS}
+    intervals = {table: _interval(profile, table) for table in (*STEP_KINDS, "decode_large")}
     launch = _interval(profile, "eager_launch")
     longest = longest_contexts(run)
     shapes = _shapes(run)
     for row in np.flatnonzero(steps.has("compute")).tolist():
         shape = shapes[row]
         kind = step_kind(shape)
-        price, (low, high) = costs.forward_ns(shape, int(longest[row]), 0, bool(idle[row])), intervals[kind]
+        low, high = intervals[jitter_of_step(profile.jitter, kind, shape.num_seqs)]
+        price = costs.forward_ns(shape, int(longest[row]), 0, bool(idle[row]))
         bounds = price * low, price * high
         if not shape.bucket and not shape.mixed_bucket and not costs.inline:
             head, rest = costs.launch_ns(shape, 0, busy=not idle[row])
@@ -239,7 +240,13 @@ def _shapes(run: Run) -> list[StepShape]:
 
 def _interval(profile: Profile, kind: str) -> tuple[float, float]:
     """5 and 95% of measured over predicted: of steps within a run, and of runs."""
-    of_runs = {"decode": "run", "mixed": "run_mixed", "prefill": "run_mixed", "eager_launch": "host"}
+    of_runs = {
+        "decode": "run",
+        "decode_large": "run",
+        "mixed": "run_mixed",
+        "prefill": "run_mixed",
+        "eager_launch": "host",
+    }
     tables = [np.array(getattr(profile.jitter, name)) for name in (kind, of_runs.get(kind, "")) if name]
     even = (np.arange(400) + 0.5) / 400
     draws = [np.interp(even, QUANTILES, table) if len(table) else np.ones(1) for table in tables]

@@ -13,7 +13,7 @@ from asyncsched.errors import ConfigError
 from asyncsched.runs import NO_STEPS, Run
 from sim.calibrate import calibrate
 from sim.fitting import corners_of, fit, hats, ratios
-from sim.profile import QUANTILES, Profile, to_toml
+from sim.profile import LARGE_SEQS, QUANTILES, Profile, to_toml
 from sim.scenario import override_values
 from sim.validate import Validation, coverage, judge
 
@@ -178,6 +178,29 @@ def test_intervals_hold_nine_tenths_of_what_varies_as_it_did() -> None:
     narrow = fitted.model_copy(update={"jitter": type(fitted.jitter)()})
     shares = [one.share for one in coverage(happened(workloads(1)[3], truth, seed=5), narrow) if one.kind == "decode"]
     assert shares[0] < 0.2  # without tables nothing is covered
+
+
+def test_large_decode_steps_vary_by_a_table_of_their_own() -> None:
+    """Planted three times as wide as that of small ones, whose table would hold too few of them."""
+    truth = noisy()
+    wide = tuple(1 + 3 * (ratio - 1) for ratio in truth.jitter.decode)
+    truth = truth.model_copy(update={"jitter": truth.jitter.model_copy(update={"decode_large": wide})})
+    settings: dict[str, Any] = {"max_num_seqs": 96, "decode_buckets": (8, 32, LARGE_SEQS, 96)}
+    asked = [(size, prompt) for size in (8, 32, LARGE_SEQS, 96) for prompt in (60, 200)]  # two workloads of each
+    closed = [wanted(f"closed-{size}-{prompt}", 2, [prompt] * size, [50] * size, **settings) for size, prompt in asked]
+    fitted = calibrate([happened(run, truth, seed=seed) for seed in (1, 2) for run in closed])
+    for name, ratio in (("decode", 1), ("decode_large", 3)):
+        table = np.array(getattr(fitted.jitter, name))
+        assert table[-3] - table[2] == pytest.approx(2 * 1.645 * ratio * NOISE["decode"], rel=0.25)
+    one_table = fitted.model_copy(update={"jitter": fitted.jitter.model_copy(update={"decode_large": ()})})
+    large = happened(wanted("again", 2, [60] * 72, [90] * 72, **settings), truth, seed=7)
+    held, missed = (
+        next(one.share for one in coverage(large, profile) if one.kind == "decode") for profile in (fitted, one_table)
+    )
+    assert held > 0.8
+    assert missed < 0.6
+    few = calibrate([happened(run, truth, seed=1) for run in closed[:4]])
+    assert few.jitter.decode_large == ()
 
 
 def test_jitter_keeps_its_mean_and_its_spread() -> None:

@@ -46,6 +46,9 @@ def test_the_profile_is_what_its_runs_give(profile: Profile) -> None:
             value = getattr(mine, name)
             if isinstance(value, float | int | tuple):
                 assert np.allclose(value, getattr(theirs, name), rtol=2e-3, atol=1e-3), name
+    assert len(found.jitter.decode_large) > 0
+    for name in type(found.jitter).model_fields:
+        assert getattr(found.jitter, name) == pytest.approx(getattr(profile.jitter, name), rel=2e-3, abs=1e-3), name
 
 
 def test_every_recorded_decision_is_the_schedulers() -> None:

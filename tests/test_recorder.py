@@ -1,5 +1,7 @@
 """Recording real runs on the CPU: every request, token and step is there, and times are consistent."""
 
+import importlib
+import tarfile
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -179,3 +181,18 @@ def test_a_clock_that_drifts_is_set_right(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(lanes, "clock_error_ns", lambda: 0)
     steps = Recorder(llm).run(WORKLOAD, name="drift").steps
     assert (steps.start("compute") < steps.start("launch") - slack).all()  # it does drift
+
+
+def test_a_pack_holds_all_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the script that records on a GPU; one in the same folder is not in itself."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "experiments")
+    recording = importlib.import_module("record_h200")
+    results = recording._Results(tmp_path, tmp_path / "all.tar")
+    for group in ("fit", "tight"):
+        results.archive("llama-8b", group).write_bytes(group.encode())
+        results.packed()
+    with tarfile.open(tmp_path / "all.tar") as file:
+        held = {name: file.extractfile(name).read() for name in file.getnames()}  # type: ignore[union-attr]
+    assert held == {f"h200-llama-8b-{group}.tar.xz": group.encode() for group in ("fit", "tight")}
+    with pytest.raises(SystemExit, match=r"error: --pack: .*must end in \.tar"):
+        recording.main(tmp_path, pack=tmp_path / "all.zip")
