@@ -72,7 +72,7 @@ def main() -> None:
     azure = {mode: run(AZURE, f"mode={mode}").summary() for mode in ("sync", "async")}
     timelines = {
         "synchronous: host and GPU take turns": published["sync"].timeline,
-        "asynchronous: the host prepares the next step meanwhile": published["async"].timeline,
+        "asynchronous: the host prepares one step ahead": published["async"].timeline,
     }
     plot_timeline(list(timelines.items()), PICTURE, steps=DRAWN)
     windows = {name: timeline.window(*TRACED) for name, timeline in timelines.items()}
