@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncsched.cli.record import check_folder
 from asyncsched.errors import AsyncschedError, ConfigError
 from asyncsched.pipeline import Deliver, Effect, Host
 from asyncsched.run_files import encode, read_run, write_run
@@ -116,6 +117,14 @@ def test_what_a_run_was_is_written_and_read(runs: tuple[Run, Run], tmp_path: Pat
     assert read.info.device["inline"] is True
     assert read.info.model["kv_bytes_per_token"] == 512
     assert (read.requests.aborted_plan == UNKNOWN).all()
+
+
+def test_folders_above_that_of_a_run_are_made_later_and_a_file_there_is_refused(tmp_path: Path) -> None:
+    check_folder("--out", tmp_path / "runs" / "one")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is no folder that can be written to"):
+        check_folder("--out", tmp_path / "file" / "one")
 
 
 def test_requests_that_cannot_fit_are_refused_before_the_run() -> None:

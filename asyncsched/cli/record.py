@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -116,7 +117,9 @@ def check_folder(option: str, path: Path) -> None:
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(option, str(path), "it exists; name a new folder")
-        path.parent.stat()
+        near = next(folder for folder in path.absolute().parents if folder.exists())  # those below it will be made
+        if not (near.is_dir() and os.access(near, os.W_OK)):
+            raise ConfigError(option, str(path), f"{near} is no folder that can be written to; name one elsewhere")
     except OSError as error:
         raise ConfigError(option, str(path), f"it cannot be made ({error.strerror})") from None
 
