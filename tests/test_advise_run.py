@@ -104,6 +104,8 @@ def test_advice_on_a_run_in_words(capsys: Captured, tmp_path: Path) -> None:
             ["--profile", NAME, "--preset", NAME],
             "--profile: 'h200-llama-8b' is not allowed; it goes with a recorded run",
         ),
+        (["--preset", NAME, "--set", "mode=x"], "--set: 'mode=x' is not allowed; depths are what is compared"),
+        (["--preset", NAME, "--set", "depth=7"], "--set: 'depth=7' is not allowed; depths are what is compared"),
         (["RUN", "--preset", NAME], "--preset: 'h200-llama-8b' is not allowed; it goes with a scenario"),
         (["RUN", "--strict"], "--strict: True is not allowed; it goes with a scenario"),
         (["RUN", "--goodput", "ttft:5"], "--goodput: 'ttft:5' is not allowed; it goes with a scenario"),

@@ -71,6 +71,9 @@ def advise(
         return
     if profile is not None:
         raise ConfigError("--profile", profile, "it goes with a recorded run; name one")
+    for change in overrides or []:
+        if change.partition("=")[0].strip() in ("depth", "mode"):
+            raise ConfigError("--set", change, "depths are what is compared; use --depths")
     path = None if scenario is None else Path(scenario)
     base = scenario_data(path, preset, overrides, strict=strict, goodput=goodput)
     with progress_bar("comparing") as progress:
