@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from study import Row, options, report, sweep
 
+from asyncsched.cli.figures import percent
+
 PRESETS = ("h200-llama-8b", "h200-llama-1b")
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 PROMPT, OUTPUT = 128, 512  # tokens, of every request
@@ -55,8 +57,8 @@ def main() -> None:
         "async ms/step": "{:.2f}",
         "async tokens/s": "{:,.0f}",
         "gain": "{:+.1%}",
-        "GPU active, sync": "{:.1%}",
-        "GPU active, async": "{:.1%}",
+        "GPU active, sync": percent,
+        "GPU active, async": percent,
         "async is limited by": "{}",
     }
     report(

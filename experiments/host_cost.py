@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from study import Row, options, report, run, sweep
 
+from asyncsched.cli.figures import percent
+
 PRESET = "hf-8b-bs32"
 SCALES = [0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 2.5, 3.0, 3.17, 3.5, 4.0, 5.0, 7.0, 10.0]
 
@@ -55,8 +57,8 @@ def main() -> None:
         "sync s": "{:.1f}",
         "async s": "{:.1f}",
         "times faster": "{:.2f}",
-        "GPU active, sync": "{:.1%}",
-        "GPU active, async": "{:.1%}",
+        "GPU active, sync": percent,
+        "GPU active, async": percent,
         "async is limited by": "{}",
     }
     notes = {

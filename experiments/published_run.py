@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from study import options, report, run
 
+from asyncsched.cli.figures import percent
+
 PRESET = "hf-8b-bs32"
 SYNC_S, ASYNC_S, SYNC_ACTIVE, ASYNC_ACTIVE = 300.6, 234.5, 0.760, 0.994  # as published
 
@@ -54,7 +56,7 @@ def main() -> None:
         "the figure is": "{}",
         "simulated s": "{:.1f}",
         "published s": "{:.1f}",
-        "GPU active": "{:.1%}",
+        "GPU active": percent,
         "published active": "{:.1%}",
         "gain over sync": "{:.1%}",
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,13 @@ def sweep(
 
 
 def report(
-    as_json: bool, title: str, rows: Sequence[Row], columns: Mapping[str, str], notes: Mapping[str, Any]
+    as_json: bool,
+    title: str,
+    rows: Sequence[Row],
+    columns: Mapping[str, str | Callable[[Any], str]],
+    notes: Mapping[str, Any],
 ) -> None:
-    """A table of `rows`, whose `columns` map a key to a format such as "{:.1f}", and what follows from them.
+    """A table of `rows`, whose `columns` map a key to a format such as "{:.1f}" or a function, and what follows.
 
     With `as_json`: the same as one object, unrounded.
     """
@@ -76,7 +80,10 @@ def report(
         print(json.dumps({"rows": rows, **notes}, indent=2, allow_nan=False))
         return
     words = {name for name, form in columns.items() if form == "{}"}
-    table = [[form.format(row[name]) for name, form in columns.items()] for row in rows]
+    table = [
+        [form.format(row[name]) if isinstance(form, str) else form(row[name]) for name, form in columns.items()]
+        for row in rows
+    ]
     print_table(title, list(columns), table, numbers=columns.keys() - words)
     for name, value in notes.items():
         print(f"{name.replace('_', ' ')}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
