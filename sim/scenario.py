@@ -184,9 +184,17 @@ def presets() -> dict[str, str]:
 
 
 def with_profile(data: Mapping[str, Any], profile: Mapping[str, Any]) -> dict[str, Any]:
-    """The scenario with a profile's prices instead of its own."""
+    """The scenario with a profile's prices instead of its own, and with the sizes of captured steps that they are for,
+    where it names none: steps that are launched kernel by kernel have other prices.
+    """
     own = ("host", "copy", "gpu", "overlap", "jitter")
-    return {**{key: value for key, value in data.items() if key not in own}, "profile": dict(profile)}
+    engine, measured = data.get("engine", {}), profile.get("engine", {})
+    if isinstance(engine, dict) and isinstance(measured, dict):  # or whoever reads them refuses them
+        for name, limit in (("decode_buckets", "max_num_seqs"), ("mixed_buckets", "max_num_batched_tokens")):
+            most = engine.get(limit, getattr(EngineConfig, limit))
+            if name not in engine and isinstance(most, int):
+                engine = {**engine, name: [size for size in measured.get(name, ()) if size <= most]}
+    return {**{key: value for key, value in data.items() if key not in own}, "engine": engine, "profile": dict(profile)}
 
 
 def read_preset(name: str) -> dict[str, Any]:

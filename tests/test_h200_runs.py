@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from asyncsched.cli.app import run as command
-from asyncsched.cli.runs import load_profile, load_run, load_runs
+from asyncsched.cli.runs import load_profile, load_profile_data, load_run, load_runs
 from sim.calibrate import calibrate
 from sim.predict import replay
 from sim.profile import Profile
+from sim.scenario import read_preset, with_profile
 from sim.validate import Validation, host_speed, judge
 
 NAME = "h200-llama-8b"
@@ -88,3 +89,16 @@ def test_the_published_table_is_of_these_runs() -> None:
     limited = [row for row in report["rows"] if row["limit"] is not None]
     assert report["met"] == sum(abs(row["error"]) <= row["limit"] for row in limited)
     assert f"{report['met']} of {len(limited)} figures met" in (root / "docs" / "fidelity.md").read_text()
+
+
+def test_a_scenario_at_a_profiles_prices_captures_the_sizes_they_are_for() -> None:
+    scenario, profile = read_preset(NAME), load_profile_data(NAME)
+    sizes = profile["engine"]
+    engine = with_profile(scenario, profile)["engine"]
+    assert engine["decode_buckets"] == sizes["decode_buckets"]
+    assert engine["mixed_buckets"] == sizes["mixed_buckets"]
+    small = {**scenario, "engine": {**scenario["engine"], "max_num_seqs": 20, "mixed_buckets": []}}
+    engine = with_profile(small, profile)["engine"]
+    assert engine["decode_buckets"] == [1, 2, 4, 8, 16]
+    assert engine["mixed_buckets"] == []
+    assert "decode_buckets" not in scenario["engine"]  # it is left as it was
