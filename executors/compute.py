@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -90,6 +91,7 @@ class ComputeLane:
                 graph = self._graph(slot, buckets, features)
                 if graph is None:
                     self._run_padded(slot, buckets, features)
+                    self._has_run.add((buckets, features))
                     return
         stream.replay(graph)
 
@@ -214,30 +216,45 @@ class ComputeLane:
 
     def _graph(self, slot: Slot, buckets: Buckets, features: int) -> torch.cuda.CUDAGraph | None:
         """None where the shape has not run yet, or the step cannot be captured: from then on none is."""
-        key, shape = (slot.index, buckets, features), (buckets, features)
-        if shape not in self._has_run:
-            self._has_run.add(shape)
-        elif key not in self._graphs and not self.refusal:
+        key = (slot.index, buckets, features)
+        if (buckets, features) in self._has_run and key not in self._graphs and not self.refusal:
             try:
                 self._graphs[key] = self._capture(slot, buckets, features)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # its forward pass waits for the device, or allocates by what it reads there
                 self.refusal = str(error).splitlines()[0]
-                _end_capture_of_noise(self.tokens_out.device)
                 logging.getLogger(__name__).warning("CUDA graphs are off from now on: %s", self.refusal)
         return self._graphs.get(key)
 
     def _capture(self, slot: Slot, buckets: Buckets, features: int) -> torch.cuda.CUDAGraph:
-        """Records a padded step on the current stream; runs nothing."""
+        """Records a padded step on the current stream; runs nothing. Raises what the step raises."""
         graph = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which synchronizes the device and collects garbage first: steps are in flight.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             self._run_padded(slot, buckets, features)
-        finally:
+        except BaseException:
+            with suppress(RuntimeError):  # it says that something was wrong before, and not what
+                graph.capture_end()
+            self._clean_up()
+            raise
+        try:
             graph.capture_end()
+        except RuntimeError:
+            self._clean_up()
+            raise
         return graph
+
+    def _clean_up(self) -> None:
+        """A capture that broke off leaves torch's generator in it, and whoever draws next fails: it gets a new state.
+        And it leaves the allocator sending memory to the graphs' pool, by what a graph says that is no more."""
+        device = self.tokens_out.device
+        if device.type == "cuda":
+            generator = torch.cuda.default_generators[device.index or 0]
+            generator.graphsafe_set_state(generator.clone_state())
+            with suppress(RuntimeError):  # `capture_end` came so far
+                torch._C._cuda_endAllocateToPool(device.index or 0, self._pool)
 
     def _run_padded(self, slot: Slot, buckets: Buckets, features: int) -> None:
         """Changes, carry-over, forward pass and sampling of whatever the slot's inputs hold, in this shape."""
@@ -274,10 +291,3 @@ class ComputeLane:
 
         self._host_keys = tuple(like(pool) for pool in self.kv.keys)
         self._host_values = tuple(like(pool) for pool in self.kv.values)
-
-
-def _end_capture_of_noise(device: torch.device) -> None:
-    """A capture that breaks off leaves torch's generator in it, and whoever draws next fails: it gets a new state."""
-    if device.type == "cuda":
-        generator = torch.cuda.default_generators[device.index or 0]
-        generator.graphsafe_set_state(generator.clone_state())

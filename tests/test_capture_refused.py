@@ -4,11 +4,14 @@ that refuses: what capturing does is a matter of tests/gpu.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from test_llm import GREEDY, PROMPTS, tiny_llm, tokens_of
 
 from asyncsched.inputs import Buckets
+from asyncsched.request import SamplingParams
 from executors.llm import LLM
 
 
@@ -45,3 +48,63 @@ def test_memory_that_runs_out_fails_the_step_and_no_graph(monkeypatch: pytest.Mo
     assert all("no memory" in output.message for output in outputs)
     assert len(tried) > 1
     assert not llm._compute.refusal
+
+
+class BrokenOff:
+    """A graph whose capture ends as that of a step which did what it must not."""
+
+    is_open = False
+
+    def capture_begin(self, **_: object) -> None:
+        BrokenOff.is_open = True
+
+    def capture_end(self) -> None:
+        BrokenOff.is_open = False
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize(
+    ("cause", "refusal", "finish_reason"),
+    [
+        (RuntimeError("operation not permitted"), "operation not permitted", "length"),
+        (torch.OutOfMemoryError("no memory"), "", "error"),
+        (None, "operation failed due to a previous error during capture", "length"),
+    ],
+)
+def test_what_a_step_that_was_captured_says_is_what_counts(
+    cause: Exception | None, refusal: str, finish_reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not what the end of the capture makes of it, which would take memory that ran out for a refusal."""
+    llm = tiny_llm(depth=1)
+    compute, run_padded = llm._compute, llm._compute._run_padded
+    compute._use_graphs = True
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", BrokenOff)
+
+    def run(*arguments: Any) -> None:
+        if BrokenOff.is_open and cause is not None:
+            raise cause
+        run_padded(*arguments)
+
+    monkeypatch.setattr(compute, "_run_padded", run)
+    outputs = [output.outputs[0] for output in llm.generate(PROMPTS, GREEDY)]
+    assert compute.refusal == refusal
+    assert {output.finish_reason for output in outputs} == {finish_reason}
+    assert not BrokenOff.is_open
+
+
+def test_a_shape_whose_first_step_fails_is_not_captured_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels may not be there yet, and loading them in a capture would turn graphs off."""
+    llm, tried = refusing(monkeypatch, RuntimeError("a kernel was loaded"), 1)
+    run_padded, failures = llm._compute._run_padded, [torch.OutOfMemoryError("no memory")]
+
+    def run(*arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        run_padded(*arguments)
+
+    monkeypatch.setattr(llm._compute, "_run_padded", run)
+    short = SamplingParams(temperature=0.0, max_tokens=2)  # one prompt and one decode step
+    assert [llm.generate([PROMPTS[0]], short)[0].outputs[0].finish_reason for _ in range(2)] == ["error", "length"]
+    assert not tried
+    llm.generate([PROMPTS[0]], short)
+    assert len(tried) == 1
