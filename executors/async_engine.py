@@ -104,8 +104,10 @@ class AsyncEngine:
         """The driving thread: calls, then steps, until it is told to stop."""
         cause: Exception = EngineStoppedError("the engine was shut down")
         try:
-            while not self._stopping:
-                self._wake.clear()
+            while True:
+                self._wake.clear()  # before the question: who stops it sets this behind that
+                if self._stopping:
+                    break
                 while self._calls:
                     self._calls.popleft()()
                 results = self._llm.run()

@@ -891,6 +891,31 @@ def test_nothing_of_an_engine_that_was_shut_down_stays_in_the_llm() -> None:
     assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected_tokens(llm)
 
 
+def test_a_stop_that_comes_just_before_the_thread_looks_is_seen() -> None:
+    """Between asking whether to stop and clearing what wakes it, it would sleep for ever."""
+
+    class StoppedThen(threading.Event):
+        def clear(self) -> None:
+            if self.armed:
+                engine._stopping = True
+                self.set()
+                self.armed = False
+            super().clear()
+
+        armed = False
+
+    wake = StoppedThen()
+    engine = AsyncEngine(tiny_llm())
+    before, engine._wake = engine._wake, wake
+    wake.armed = True
+    before.set()
+    engine._thread.join(5)
+    hangs = engine._thread.is_alive()
+    engine._wake.set()
+    asyncio.run(engine.shutdown())
+    assert not hangs
+
+
 def test_a_program_that_ends_without_a_shutdown_ends_well() -> None:
     """A thread inside torch that outlives the interpreter would abort the process."""
     code = """
