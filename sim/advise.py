@@ -139,6 +139,8 @@ def value_of(summary: Mapping[str, Any], metric: str) -> float:
     """Raises ConfigError where nobody has the latency, or the summary no such figure."""
     value: Any = summary
     for key in metric.split("."):
+        if isinstance(value, Mapping) and key in value and value[key] is None:
+            raise ConfigError("--metric", metric, "no request of the run has one; use output_throughput")
         value = value.get(key) if isinstance(value, Mapping) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError("--metric", metric, "the run has no such figure; use e2el_ms.mean or output_throughput")

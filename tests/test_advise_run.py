@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,17 @@ def test_a_run_that_does_not_say_what_the_engine_had(profile: Profile) -> None:
     engine = {key: value for key, value in run.info.engine.items() if key != "num_blocks"}
     with pytest.raises(ConfigError, match="num_blocks"):
         advise_run(replace(run, info=replace(run.info, engine=engine)), profile, Question((1, 2), METRIC, 0.02))
+
+
+def test_a_run_in_which_nobody_finishes_has_no_latency(profile: Profile) -> None:
+    run = load_run(f"{NAME}-heldout::closed-48-sync")
+    requests, question = run.requests, Question((1, 2), METRIC, 0.02)
+    nobody = replace(requests, **{field.name: getattr(requests, field.name)[:0] for field in fields(requests)})
+    with pytest.raises(ConfigError) as caught:
+        advise_run(replace(run, requests=nobody), profile, question)
+    assert "no request of the run has one; use output_throughput" in str(caught.value)
+    advice = advise_run(replace(run, requests=nobody), profile, question._replace(metric="output_throughput"))
+    assert advice.chosen == 1
 
 
 def test_advice_on_a_run_in_words(capsys: Captured, tmp_path: Path) -> None:
