@@ -116,6 +116,10 @@ class Slot:
         stream.copy(device.transfer if self.inputs.num_words == device.num_words else self._everything)
         count = len(self.sampling.resets.words)
         if count:
+            room = self._host_resets.numel()
+            if self.resets.numel() < room:  # taken on this lane: what others have given up, kernels of theirs may read
+                with stream.on():
+                    self.resets = torch.empty(room, dtype=torch.int32, device=self._on_device)
             stream.copy(Transfer.of(self.resets[:count], self._host_resets[:count]))
 
     def copy_out(self, stream: Stream, plan: StepPlan) -> None:
@@ -142,8 +146,7 @@ class Slot:
         return self._host.numpy()
 
     def _grow_resets(self, count: int) -> None:
-        """Doubles the room for resets; the slot is free, so nothing on the device touches the old room."""
+        """Doubles the host's room for resets; the slot is free, so no copy touches the old room."""
         if count > self._host_resets.numel():
             room = max(count, 2 * self._host_resets.numel(), 4096)
             self._host_resets = torch.zeros(room, dtype=torch.int32, pin_memory=self._pinned)
-            self.resets = torch.empty(room, dtype=torch.int32, device=self._on_device)  # no kernel: it could race

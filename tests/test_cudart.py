@@ -7,7 +7,8 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from test_llm import GREEDY, PROMPTS, expected_tokens, tiny_llm, tokens_of
 from asyncsched.errors import AsyncschedError
 from asyncsched.pipeline import Effect, Launch
 from asyncsched.program import Lane, OpKind, StepProgram
-from executors.cpu import CpuLanes
+from executors.cpu import CpuLanes, CpuStream
 from executors.cuda import CudaLanes, CudaStream
 from executors.cudart import CudaError, Runtime, loaded_library
 from executors.llm import LLM
@@ -215,3 +216,35 @@ def test_an_engine_that_is_dropped_waits_for_its_copies(is_idle: bool, monkeypat
     del llm
     gc.collect()
     assert drained.count(lanes) == (0 if is_idle else 1)  # engines of other tests may end here too
+
+
+class OnLane(CpuStream):
+    """Knows whether torch is to work on it just now."""
+
+    depth = 0
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+
+def test_room_for_resets_is_of_the_lane_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that was given up on another stream may still be read there: nobody waits for that stream."""
+    llm = tiny_llm(depth=1)
+    slot, lane, taken = llm.engine.executor.slots[0], OnLane(), []
+    empty = torch.empty
+
+    def watched(*sizes: int, **options: object) -> torch.Tensor:
+        taken.append((lane.depth, slot._host_resets.numel()))
+        return empty(*sizes, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuLanes, "stream", lambda lanes, of: lane)
+        llm.submit("0", PROMPTS[0], replace(GREEDY, repetition_penalty=1.3))
+        patch.setattr(torch, "empty", watched)
+        assert llm.run() is not None
+    assert slot.resets.numel() >= 4096
+    assert taken
+    assert all(entry == (1, slot.resets.numel()) for entry in taken)
