@@ -6,7 +6,8 @@ prefill. The first step of a shape runs kernel by kernel, as padded as all other
 must not happen in a capture. Its graphs are captured when they are next needed, which costs the host what an eager step
 does, once per slot. All graphs share a memory pool, because they run one after the other on one lane.
 
-Where a step cannot be captured, because its forward pass waits for the device, it and all others run kernel by kernel.
+Where a step cannot be captured, because its forward pass waits for the device, it and all that are not captured yet run
+kernel by kernel.
 """
 
 from __future__ import annotations

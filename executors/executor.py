@@ -100,10 +100,10 @@ class _Resolved(NamedTuple):
 
 @dataclass(slots=True)
 class Ticket:
-    """A launched step. `spans` is what the lanes noted; `cause` says why a launch broke off."""
+    """A launched step. `spans` is what the lanes noted; `cause` says why a launch broke off, maybe without program."""
 
     plan: StepPlan
-    program: _Resolved
+    program: _Resolved | None = None
     spans: Any = None
     cause: str = ""
 
@@ -142,10 +142,10 @@ class Executor:
         """Enqueues everything up to `synchronize`. A step that cannot be enqueued fails when it is collected."""
         self._since = time.perf_counter_ns()
         template, plan = program
-        resolved = self._resolved.get(id(template)) or self._resolve(template)
-        ticket = Ticket(plan, resolved)
+        ticket = Ticket(plan)
         self._in_flight += 1
         try:
+            resolved = ticket.program = self._resolved.get(id(template)) or self._resolve(template)
             for call, of_plan in resolved.calls:
                 if call is not None:
                     call()
@@ -153,20 +153,20 @@ class Executor:
                     of_plan(plan)  # type: ignore[misc]  # one of the two
         except Exception as error:  # out of memory, a kernel or a model that refuses: the fault of the step alone
             ticket.cause = f"{type(error).__name__}: {one_line(error)}"
-        if resolved.measured:
+        if self.timeline is not None:
             ticket.spans = self.lanes.take()
         self._host_span("launch", plan)
         return ticket
 
     def collect(self, ticket: Ticket) -> TokenArray | StepFailure:
         """Waits for the step and copies its tokens out of the slot."""
-        plan, resolved = ticket.plan, ticket.program
+        plan, program = ticket.plan, ticket.program
         slot = self.slots[plan.slot]
         self._since = time.perf_counter_ns()
-        if ticket.cause:
+        if ticket.cause or program is None:
             return self._failed(slot, ticket.cause)
         try:
-            self.lanes.synchronize(resolved.synchronize)
+            self.lanes.synchronize(program.synchronize)
         except RuntimeError as error:
             return self._failed(slot, f"{type(error).__name__}: {one_line(error)}")
         self._in_flight -= 1
@@ -175,7 +175,7 @@ class Executor:
         if slot.features & Features.LOGPROBS:
             self.on_logprobs(plan, slot.host_logprobs[: len(plan.sampled)].numpy().copy())
         if self.timeline is not None and ticket.spans:
-            for (lane, name, size), (start, end) in zip(resolved.measured, self.lanes.read(ticket.spans), strict=True):
+            for (lane, name, size), (start, end) in zip(program.measured, self.lanes.read(ticket.spans), strict=True):
                 self.timeline.spans.append(Span(lane, name, plan.step, plan.slot, start, end, size(plan)))
         return tokens
 

@@ -139,6 +139,21 @@ def test_a_call_that_cuda_refuses_fails_its_step(failing: str, function: str, li
     assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected_tokens(llm)
 
 
+def test_an_event_that_cannot_be_made_fails_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program is resolved in its first step: that is as much of a launch as the calls that follow."""
+    llm = tiny_llm(depth=2, timeline=True)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no event")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuLanes, "recorder", refuse)
+        outputs = [output.outputs[0] for output in llm.generate(PROMPTS, GREEDY)]
+    wanted = ("error", "RuntimeError: no event; the engine is still usable")
+    assert {(one.finish_reason, one.message) for one in outputs} == {wanted}
+    assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected_tokens(llm)
+
+
 def test_a_step_that_samples_nothing_copies_nothing_out(library: FakeLibrary) -> None:
     llm, lanes = on_cuda_lanes(1)
     long = list(range(llm.config.max_num_batched_tokens + 1))
