@@ -14,7 +14,6 @@ steps on the GPU times another factor too. Factors are those with the least squa
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -23,9 +22,9 @@ import numpy as np
 import typer
 from h200_workloads import ENGINE, MODES, ON_TIGHT, SPECS, TIGHT, Spec
 from numpy.typing import NDArray
-from validate_h200 import DELAY_LIMITS, LIMITS, into_docs
+from validate_h200 import DELAY_LIMITS, LIMITS, publish
 
-from asyncsched.cli.files import check_output, write_output
+from asyncsched.cli.files import check_output
 from asyncsched.cli.runs import load_profile
 from asyncsched.cli.tables import print_table
 from asyncsched.errors import AsyncschedError, ConfigError
@@ -91,11 +90,7 @@ def main(
         report = _report(prices, measured)
     except (ConfigError, AsyncschedError) as error:
         raise SystemExit(f"error: {error}") from None
-    text = json.dumps({**report, "rows": [row._asdict() for row in report["rows"]]}, indent=1, allow_nan=False)
-    if json_out is not None:
-        write_output("--json-out", json_out, text.encode() + b"\n")
-    if docs is not None:
-        into_docs(docs, "drift_h200", _markdown(report))
+    text = publish(report, json_out, docs, "drift_h200", _markdown)
     if as_json:
         print(text)
     else:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -128,11 +128,7 @@ def main(
             _plot(report["rows"], plot, shape)
     except (ConfigError, AsyncschedError) as error:
         raise SystemExit(f"error: {error}") from None
-    text = json.dumps({**report, "rows": [row._asdict() for row in report["rows"]]}, indent=1, allow_nan=False)
-    if json_out is not None:
-        write_output("--json-out", json_out, text.encode() + b"\n")
-    if docs is not None:
-        into_docs(docs, "validate_h200", _markdown(report))
+    text = publish(report, json_out, docs, "validate_h200", _markdown)
     if as_json:
         print(text)
     else:
@@ -335,6 +331,22 @@ def _cell(row: Judgement | None) -> str:
         return ""
     text = f"{row.error:+.1f}"
     return f"**{text}**" if row.verdict == "NOT MET" else text
+
+
+def publish(
+    report: dict[str, Any],
+    json_out: Path | None,
+    docs: Path | None,
+    name: str,
+    markdown: Callable[[dict[str, Any]], str],
+) -> str:
+    """The report as JSON, also in a file where one is named; its tables between the markers `name` of a document."""
+    text = json.dumps({**report, "rows": [row._asdict() for row in report["rows"]]}, indent=1, allow_nan=False)
+    if json_out is not None:
+        write_output("--json-out", json_out, text.encode() + b"\n")
+    if docs is not None:
+        into_docs(docs, name, markdown(report))
+    return text
 
 
 def into_docs(path: Path, name: str, table: str) -> None:
