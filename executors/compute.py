@@ -97,11 +97,13 @@ class ComputeLane:
         stream.replay(graph)
 
     def try_capture(self, stream: Stream, slot: Slot) -> str:
-        """Captures the smallest bucket. Where the model cannot be captured, graphs are off; returns why."""
+        """Runs and captures the smallest bucket. Where the model cannot be captured, graphs are off; returns why."""
         if self._use_graphs and self.config.decode_buckets:
+            buckets = (self.config.decode_buckets[0], 0)
             with stream.on():
-                self._has_run.add(((self.config.decode_buckets[0], 0), 0))
-                self._graph(slot, (self.config.decode_buckets[0], 0), 0)
+                self._run_padded(slot, buckets, 0)
+                self._has_run.add((buckets, 0))
+                self._graph(slot, buckets, 0)
         return self.refusal
 
     def offload(self, stream: Stream, plan: StepPlan) -> None:

@@ -9,7 +9,7 @@ is not guessed: `watching` sees it in a pass over the model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -93,7 +93,7 @@ def merge(groups: Sequence[Group]) -> None:
 class Merged(nn.Module):
     """The weight of a group, [sum(sizes), in_features], and the product while its parts are waited for.
 
-    Its tensors are buffers that no state dict has: there, they are the parts' parameters.
+    Its tensors are buffers that no state dict has: there, they are the parts' parameters. `product` computes it.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, sizes: Sequence[int]) -> None:
@@ -101,13 +101,14 @@ class Merged(nn.Module):
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
         self.sizes = tuple(sizes)
+        self.product: Callable[..., torch.Tensor] = functional.linear
         self._input: torch.Tensor | weakref.ref[torch.Tensor] | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def share(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
         """What part `index` makes of `x`; None where that is not the tensor that the first part got."""
         if index == 0:
-            outputs = functional.linear(x, self.weight, self.bias).split(self.sizes, -1)
+            outputs = self.product(x, self.weight, self.bias).split(self.sizes, -1)
             self._outputs = outputs
             # A trace keeps the tensor itself, and nothing of it outlives the trace; otherwise all ends with the tensor.
             self._input = x if torch.compiler.is_compiling() else weakref.ref(x, self._forget)

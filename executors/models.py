@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncsched.errors import AsyncschedError
-from executors import compiled, kv_cache, merged, self_check
+from executors import compiled, few_rows, kv_cache, merged, self_check
 from executors.attention import AttentionBackend, PagedStep, during
 from executors.backends import choose_backend, prefer_products
 from executors.compiled import Compiled, CompileSettings
@@ -71,6 +71,7 @@ class Model:
         initializer_range: float | None = None,
         attention: str = "auto",
         merge: bool = True,
+        own_products: bool = True,
         compile: CompileSettings | None = None,
         report: Report | None = None,
         check: bool = True,
@@ -82,6 +83,7 @@ class Model:
                        `initializer_range`; a configuration has no others
         attention      a backend's name, or "auto"
         merge          products of one input are computed as one (`executors.merged`)
+        own_products   products of few rows go to kernels of our own where they pay (`executors.few_rows`)
         compile        how to compile the layers, or None; what cannot be compiled, or is wrong then, runs as it is
         report         called with one line for each stage
         check          run `self_check`; a caller that leaves it out runs it later
@@ -106,6 +108,9 @@ class Model:
                 )
             refuse_module(module)
             loaded = cls._over(name, module.eval().requires_grad_(False), device, attention, merge=merge)
+            if own_products and few_rows.pays_on(device):
+                say("compiling products of few rows")
+                few_rows.install(module)
             if compile is not None:
                 loaded = loaded._compile(compile, say, check=check)
             if check and loaded.compiled is None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from executors import compiled, merged
+from executors import compiled, few_rows, merged
 from executors.attention import PAGED
 from executors.errors import UnsupportedModelError
 from executors.kv_cache import KvCache
@@ -67,7 +67,7 @@ def _own_logits(module: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
     token_ids = torch.tensor([tokens], device=module.device)
     module.set_attn_implementation("eager")
     try:
-        with merged.apart(module), compiled.suspended(module):
+        with merged.apart(module), few_rows.apart(module), compiled.suspended(module):
             output = module(input_ids=token_ids, attention_mask=torch.ones_like(token_ids), use_cache=True)
     finally:
         module.set_attn_implementation(PAGED)

@@ -1,4 +1,4 @@
-"""One decode step's forward pass, by how the layers run: eager, merged, compiled, both; and what it cannot beat.
+"""One decode step's forward pass, by how the layers run, from eager to all that we do; and what it cannot beat.
 
     python experiments/model_step.py --batch 32 --context 512,4096,8192 --json
     python experiments/model_step.py --config tiny --batch 4 --context 64      # a dry run on a CPU
@@ -19,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -37,19 +37,29 @@ from executors.sampling_state import SamplerState
 from executors.step_view import Chunk, StepView, view_of
 
 BLOCK_SIZE = 16
-VARIANTS: dict[str, tuple[bool, CompileSettings | None]] = {
-    "eager": (False, None),
-    "compiled": (False, CompileSettings()),
-    "merged": (True, None),
-    "both": (True, CompileSettings()),
-    "both+descent": (True, CompileSettings(coordinate_descent=True)),
-    "both-combo": (True, CompileSettings(combo_kernels=False)),
-    "both+fours": (True, CompileSettings(layers_per_graph=4)),
-    "both+autotune": (True, CompileSettings(max_autotune_gemm=True)),
+
+
+class Variant(NamedTuple):
+    merge: bool = True
+    compile: CompileSettings | None = CompileSettings()
+    own_products: bool = True
+
+
+VARIANTS = {
+    "eager": Variant(merge=False, compile=None, own_products=False),
+    "compiled": Variant(merge=False, own_products=False),
+    "merged": Variant(compile=None, own_products=False),
+    "both": Variant(own_products=False),
+    "both+descent": Variant(compile=CompileSettings(coordinate_descent=True), own_products=False),
+    "both-combo": Variant(compile=CompileSettings(combo_kernels=False), own_products=False),
+    "both+fours": Variant(compile=CompileSettings(layers_per_graph=4), own_products=False),
+    "both+autotune": Variant(compile=CompileSettings(max_autotune_gemm=True), own_products=False),
+    "all": Variant(),
 }
+
 CLASSES = (  # by the first name that matches; the compiler names its kernels after all that is in them and near them
     ("other", re.compile(r"triton_(poi|red|per|for)_")),
-    ("matmul", re.compile(r"triton_tem|gemm|gemv|nvjet|cutlass|cublas|splitK", re.I)),
+    ("matmul", re.compile(r"triton_tem|gemm|gemv|nvjet|cutlass|cublas|splitK|multiply_row", re.I)),
     ("kv write", re.compile(r"index_copy|indexFunc|write_kv", re.I)),
     ("attention", re.compile(r"attend|attention|combine_splits|flash|fmha", re.I)),
     ("sampling", re.compile(r"_find_peaks|_choose")),
@@ -124,21 +134,20 @@ def measure(
     attention: str,
 ) -> list[dict[str, Any]]:
     """A row per batch and context."""
-    merge, settings = VARIANTS[name]
+    variant = VARIANTS[name]
     said: list[str] = []
     started = time.perf_counter()
     model = Model.load(
         named_config(shape),
         device=device,
         dummy_weights=True,
-        merge=merge,
-        compile=settings,
+        **variant._asdict(),
         attention=attention,
         report=said.append,
         check=False,
     )
     load_s = time.perf_counter() - started
-    if settings is not None and model.compiled is None:
+    if variant.compile is not None and model.compiled is None:
         return [{"variant": name, "error": said[-1]}]
     kv = model.allocate_kv(max(batches) * -(-max(contexts) // BLOCK_SIZE), BLOCK_SIZE)
     for pool in (*kv.keys, *kv.values):

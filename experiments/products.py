@@ -1,19 +1,19 @@
-"""The matrix products of a step, one by one: what libraries and a Triton kernel take for each shape, and their floors.
+"""The matrix products of a step, one by one: what libraries and kernels of our own take for each shape, and the floor.
 
-    python experiments/products.py --batch 1,32,256
+    python experiments/products.py --batch 1,8,32,256
 
 Only on CUDA. A product is x W^T, x [batch, in], W [out, in], bf16, merged as the engine merges them. Each is captured
-in one graph with copies of its weight, so that none is in the cache when its turn comes; of Triton's kernel the best of
-some tilings counts. The floor is the larger of the weight's bytes over the bandwidth of a copy and of the operations
-over the rate of a large square product, both measured here. All times are microseconds. Takes about a minute.
+in one graph with copies of its weight, 4 GB in all: with a few hundred megabytes a seventh of a weight is still in the
+cache when its turn comes again. Ours is what `executors.few_rows` does for that shape, which may be the library. The
+floor is the larger of the weight's bytes over the bandwidth of a copy and of the operations over the rate of a large
+square product, both measured here. All times are microseconds. Takes about half a minute.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import torch
 import typer
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from asyncsched.cli.tables import print_table
+from executors import few_rows
 
 LAYERS = 32
 SHAPES = {  # of the Llama 8B shape: out, in, how often per step
@@ -30,109 +31,53 @@ SHAPES = {  # of the Llama 8B shape: out, in, how often per step
     "down": (4096, 14336, LAYERS),
     "logits": (128256, 4096, 1),
 }
-COLD_BYTES = 400e6  # of weights that a graph passes through: eight times the cache
+COLD_BYTES = 4e9
 REPLAYS = 7
 LARGE = 8192
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
-class Tiling(NamedTuple):
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-TILINGS = (
-    Tiling(16, 64, 256, 4, 4),
-    Tiling(32, 64, 128, 4, 5),
-    Tiling(64, 64, 128, 4, 4),
-    Tiling(64, 128, 128, 4, 4),
-    Tiling(64, 256, 64, 4, 4),
-    Tiling(128, 64, 64, 4, 6),
-    Tiling(128, 128, 64, 4, 4),
-    Tiling(128, 128, 64, 8, 4),
-    Tiling(128, 256, 64, 8, 3),
-    Tiling(256, 64, 64, 8, 4),
-    Tiling(256, 128, 64, 8, 3),
-)
-
-
-def main(
-    batch: Annotated[str, typer.Option(metavar="N,...", help="Rows of the input.")] = "1,32,256",
-    triton: Annotated[bool, typer.Option(help="Also a Triton kernel.")] = True,
-) -> None:
+def main(batch: Annotated[str, typer.Option(metavar="N,...", help="Rows of the input.")] = "1,8,32,256") -> None:
     """Microseconds per product, and milliseconds per step."""
     if not torch.cuda.is_available():
         raise SystemExit("error: needs a CUDA device")
     bandwidth, rate = _bandwidth(), _rate()
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s")
-    table, totals = [], []
-    for size in map(int, batch.split(",")):
-        of_step: dict[str, float] = {}
-        for name, (out, width, count) in SHAPES.items():
+    totals: dict[int, dict[str, float]] = {size: {} for size in map(int, batch.split(","))}
+    table = []
+    for name, (out, width, count) in SHAPES.items():
+        weights = [_random(out, width) for _ in range(max(2, round(COLD_BYTES / (2 * out * width))))]
+        for size, of_step in totals.items():
             floor = max(2 * out * width / bandwidth, 2 * size * out * width / rate) * 1e6
-            found = {"floor": floor, **_libraries(size, out, width)}
-            tiling = ""
-            if triton:
-                found["triton"], tiling = _triton(size, out, width)
-            found["best"] = min(us for kind, us in found.items() if kind != "floor")
+            found = {"floor": floor, **_measured(_random(size, width), weights)}
             for kind, us in found.items():
                 of_step[kind] = of_step.get(kind, 0.0) + us * count / 1e3
-            table.append([str(size), name, *(f"{us:.1f}" for us in found.values()), tiling])
-        totals.append([str(size), *(f"{ms:.3f}" for ms in of_step.values())])
-    kinds = list(of_step)
-    print_table("us per product", ["batch", "product", *kinds, "tiling"], table, numbers=kinds)
-    print_table("ms per step", ["batch", *kinds], totals, numbers=kinds)
+            table.append([str(size), name, *(f"{us:.1f}" for us in found.values()), _chosen(size, out, width)])
+    kinds = list(next(iter(totals.values())))
+    print_table("us per product", ["batch", "product", *kinds, "ours is"], table, numbers=kinds)
+    rows = [[str(size), *(f"{ms:.3f}" for ms in of_step.values())] for size, of_step in totals.items()]
+    print_table("ms per step", ["batch", *kinds], rows, numbers=kinds)
 
 
-def _libraries(batch: int, out: int, width: int) -> dict[str, float]:
+def _measured(x: Tensor, weights: list[Tensor]) -> dict[str, float]:
     found = {}
-    for name in ("cublas", "cublaslt"):
+    for name in ("cublas", "cublaslt"):  # the latter last: ours falls back to it, as in the engine
         torch.backends.cuda.preferred_blas_library(name)
-        found[name] = _us(functional.linear, batch, out, width)
-    return found
+        found[name] = _us(functional.linear, x, weights)
+    return found | {"ours": _us(lambda x, weight: torch.ops.asyncsched.linear(x, weight, None), x, weights)}
 
 
-def _triton(batch: int, out: int, width: int) -> tuple[float, str]:
-    """Of the tilings whose rows are no more than twice the batch, or the smallest; wrong results do not count."""
-    x, weight = _random(batch, width), _random(out, width)
-    expected = functional.linear(x, weight).float()
-    best, chosen = float("inf"), "none"
-    for tiling in TILINGS:
-        if tiling.rows > max(16, 2 * batch) or (batch >= 128 and tiling.rows < 64):
-            continue
-        product = partial(_product, tiling=tiling)
-        try:
-            error = (product(x, weight).float() - expected).norm() / expected.norm()
-            us = _us(product, batch, out, width) if error < 1e-2 else float("inf")
-        except RuntimeError:  # more shared memory than there is
-            continue
-        if us < best:
-            best, chosen = us, "x".join(map(str, tiling))
-    return best, chosen
-
-
-def _product(x: Tensor, weight: Tensor, *, tiling: Tiling) -> Tensor:
-    import product_kernel  # beside this file; needs Triton
-    import triton
-
-    (rows, depth), columns = x.shape, len(weight)
-    output = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(rows, tiling.rows), triton.cdiv(columns, tiling.columns))
-    constants: dict[str, Any] = {"BLOCK_M": tiling.rows, "BLOCK_N": tiling.columns, "BLOCK_K": tiling.depth}
-    product_kernel.product[grid](
-        x, weight, output, rows, columns, depth, **constants, num_warps=tiling.warps, num_stages=tiling.stages
-    )
-    return output
+def _chosen(batch: int, out: int, width: int) -> str:
+    if batch == 1:
+        return "a row's kernel"
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    tiling = few_rows.tiling_of(batch, out, width, multiprocessors) if batch <= few_rows.MAX_ROWS else None
+    return "cublaslt" if tiling is None else f"{tiling.columns} x {tiling.depth}, in {tiling.splits}"
 
 
 @torch.no_grad()
-def _us(product: Product, batch: int, out: int, width: int) -> float:
-    copies = max(2, round(COLD_BYTES / (2 * out * width)))
-    x, weights = _random(batch, width), [_random(out, width) for _ in range(copies)]
+def _us(product: Product, x: Tensor, weights: list[Tensor]) -> float:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         product(x, weights[0])
@@ -142,7 +87,7 @@ def _us(product: Product, batch: int, out: int, width: int) -> float:
             for weight in weights:
                 product(x, weight)
         graph.replay()
-        return statistics.median(_seconds(graph.replay) for _ in range(REPLAYS)) / copies * 1e6
+        return statistics.median(_seconds(graph.replay) for _ in range(REPLAYS)) / len(weights) * 1e6
 
 
 def _random(*shape: int) -> Tensor:

@@ -1,0 +1,178 @@
+"""Products of few rows, as decode steps have them: which go to kernels of our own, and how a model's get there.
+
+The model's code stays as it is. Its linear layers, merged ones too, call an operation that looks at the number of rows
+when it is called: a product of few rows takes as long as reading its weight, and a library's kernels are made for more.
+All others, and those of few rows in which the library was measured to be as fast, are the library's.
+
+What was measured is one H200, so devices before Hopper keep the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from executors.merged import Merged
+
+MAX_ROWS = 32
+DTYPES = (torch.bfloat16, torch.float16)
+HOPPER = (9, 0)
+
+
+class Tiling(NamedTuple):
+    """How `triton_product` computes several rows.
+
+    columns, depth  of a tile of the weight
+    splits          parts of the sum; the depth is a multiple of splits x depth
+    warps, stages   of a program: threads / 32, and tiles on their way at once
+    """
+
+    columns: int
+    depth: int
+    splits: int
+    warps: int
+    stages: int
+
+
+class Scratch(NamedTuple):
+    """What the programs of one product share; products on one stream may use it one after the other.
+
+    partial  float32, at least splits x columns x rows, each in whole tiles
+    arrived  int32, at least one per tile; zeros, which each product leaves behind
+    """
+
+    partial: Tensor
+    arrived: Tensor
+
+
+NARROW, NARROW_ROWS = Tiling(columns=32, depth=128, splits=1, warps=2, stages=5), 16
+WIDE = Tiling(columns=64, depth=128, splits=1, warps=4, stages=4)
+
+
+@cache
+def tiling_of(rows: int, columns: int, depth: int, multiprocessors: int) -> Tiling | None:
+    """For a product of 2 to MAX_ROWS rows with a weight [columns, depth]; None where it is the library's.
+
+    Up to 16 rows, narrow tiles in as many parts as give every multiprocessor a program. Beyond, reading the rows again
+    for every tile begins to tell: the library is slower only where wide tiles fill the device once, or many times.
+    """
+    if rows <= NARROW_ROWS:
+        splits = 1
+        while splits * _tiles(columns, NARROW) < multiprocessors and depth % (2 * splits * NARROW.depth) == 0:
+            splits *= 2
+        return NARROW._replace(splits=splits) if depth % NARROW.depth == 0 else None
+    waves = _tiles(columns, WIDE) / multiprocessors
+    if 0.7 <= waves <= 1 and depth % (2 * WIDE.depth) == 0:
+        return WIDE._replace(depth=2 * WIDE.depth)
+    return WIDE if waves >= 8 and depth % WIDE.depth == 0 else None
+
+
+def _tiles(columns: int, tiling: Tiling) -> int:
+    return -(-columns // tiling.columns)
+
+
+# ---- the operation ---------------------------------------------------------------------------------------------------
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows = x.numel() // x.shape[-1]
+    if not 1 <= rows <= MAX_ROWS or x.dtype != weight.dtype or not weight.is_cuda:
+        return functional.linear(x, weight, bias)
+    from executors import triton_product  # needs Triton
+
+    columns, depth = weight.shape
+    flat = x.reshape(rows, depth).contiguous()
+    if rows == 1:
+        output = triton_product.product_of_row(flat, weight, bias)
+    elif tiling := tiling_of(rows, columns, depth, _multiprocessors(weight.device)):
+        scratch = _scratch(weight.device, torch.cuda.current_stream(weight.device).cuda_stream)
+        output = triton_product.product_of_rows(flat, weight, bias, tiling, scratch)
+    else:
+        return functional.linear(x, weight, bias)
+    return output.view(*x.shape[:-1], columns)
+
+
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _scratch(device: torch.device, stream: int) -> Scratch:
+    """One per stream, for good: graphs keep its address. Raises RuntimeError in a capture before anything ran there."""
+    key = (device, stream)
+    if key not in _scratches:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a product's room has to be there before the product is captured: run it once before")
+        tiles = 2 * _multiprocessors(device)  # `tiling_of` splits until there are so many programs, at most
+        partial = torch.empty(tiles * NARROW.columns * NARROW_ROWS, dtype=torch.float32, device=device)
+        _scratches[key] = Scratch(partial, torch.zeros(tiles, dtype=torch.int32, device=device))
+    return _scratches[key]
+
+
+_scratches: dict[tuple[torch.device, int], Scratch] = {}
+_LIBRARY = torch.library.Library("asyncsched", "FRAGMENT")
+_LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake("asyncsched::linear", _linear_fake, lib=_LIBRARY)
+
+
+# ---- into a model ----------------------------------------------------------------------------------------------------
+
+
+class FewRows(nn.Linear):
+    """A linear layer that calls the operation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.asyncsched.linear(x, self.weight, self.bias)
+
+
+def pays_on(device: torch.device) -> bool:
+    """Whether the kernels run there, and were measured on a device of its kind."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= HOPPER
+
+
+@torch.no_grad()
+def install(module: nn.Module) -> None:
+    """Every linear layer of `module` in 16 bits calls the operation; on CUDA its kernels are compiled and loaded."""
+    shapes = {}
+    for each in module.modules():
+        if (type(each) is nn.Linear or type(each) is Merged) and each.weight.dtype in DTYPES:
+            _set(each, FewRows, torch.ops.asyncsched.linear)
+            shapes[each.weight.shape, each.bias is None] = each
+    for each in shapes.values():
+        for rows in (1, 8, NARROW_ROWS, MAX_ROWS):
+            _linear(each.weight.new_zeros(rows, each.weight.shape[1]), each.weight, each.bias)
+
+
+@contextmanager
+def apart(module: nn.Module) -> Iterator[None]:
+    """Every linear layer is the library's meanwhile, as the model was written."""
+    operation = torch.ops.asyncsched.linear
+    found = [each for each in module.modules() if type(each) is FewRows or getattr(each, "product", None) is operation]
+    for each in found:
+        _set(each, nn.Linear, functional.linear)
+    try:
+        yield
+    finally:
+        for each in found:
+            _set(each, FewRows, operation)
+
+
+def _set(layer: nn.Module, kind: type[nn.Linear], product: Callable[..., Tensor]) -> None:
+    if isinstance(layer, Merged):
+        layer.product = product
+    else:
+        layer.__class__ = kind
