@@ -8,7 +8,8 @@
     run        one scenario -> summary and timeline
     sweep      many scenarios -> rows                       (design: which; results: the file that keeps them)
     capacity   service levels -> the highest rate           (rates: the same scenario at another rate)
-    profile    what an engine's operations were measured to take  (measured: prices and lanes by it)
+    profile    what an engine's operations were measured to take  (measured: prices and lanes by it; subject: of
+                                                             which model and device)
     calibrate  recorded runs -> a profile                   (compute_fit, fitting: how)
     predict    a recorded run -> the same run, simulated; or its decisions, replayed
     validate   both side by side: errors, intervals, the first decision that differs

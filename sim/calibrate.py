@@ -32,6 +32,7 @@ from sim.profile import (
     JitterProfile,
     Profile,
 )
+from sim.subject import differing_facts
 
 SLOWEST = 10  # times slower than usual is somebody else's work
 FEW_LARGE = 100  # decode steps, from which large and small ones have a table each
@@ -115,6 +116,9 @@ def _gather(runs: Sequence[Run]) -> Samples:
                 raise ConfigError(
                     what, mine, f"runs of one profile have one {what}, and {runs[0].info.name} had {first!r}"
                 )
+        for fact, size, once in differing_facts(run.info.model, runs[0].info.model) or ():
+            allowed = f"runs of one profile have one model, and {runs[0].info.name} had {once}"
+            raise ConfigError(f"model.{fact}", size, allowed)
     keys = [(tuple(run.requests.prompt_tokens.tolist()), tuple(run.requests.output_tokens.tolist())) for run in runs]
     parts = [_samples(run, number, of) for number, (run, of) in enumerate(zip(runs, workloads_of(keys), strict=True))]
     merged: dict[str, Any] = {}

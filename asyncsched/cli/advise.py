@@ -25,7 +25,7 @@ from asyncsched.cli.inputs import (
     scenario_name,
 )
 from asyncsched.cli.progress import progress_bar
-from asyncsched.cli.runs import ProfileName, is_run, load_profile_data, load_run
+from asyncsched.cli.runs import ProfileName, check_subject, is_run, load_profile_data, load_run
 from asyncsched.cli.whatif import sort_changes
 from asyncsched.errors import ConfigError
 
@@ -106,6 +106,7 @@ def _advise_run(
     recorded = load_run(name)
     data = load_profile_data(profile) if profile is not None else calibrate([recorded]).to_dict()
     prices = Profile.from_dict(override_values(data, of_profile))
+    notes = check_subject(prices, recorded)
     with progress_bar("comparing") as progress:
         advice = advise_run(recorded, prices, question, of_engine, jobs=processes, progress=progress)
     warning = check_rejections(dict(advice.runs[question.depths[0]]))
@@ -113,8 +114,8 @@ def _advise_run(
         print("warning:", warning, file=sys.stderr)
     words = [*([] if changes else _as_measured(recorded, advice)), *in_words(advice)]
     if as_json:
-        settings = {"engine": {**recorded.info.engine, **of_engine}}
-        print_json({**_as_json(advice, words), "run": recorded.info.name, "profile": profile, "scenario": settings})
+        about = {"run": recorded.info.name, "profile": profile, "notes": notes}
+        print_json({**_as_json(advice, words), **about, "scenario": {"engine": {**recorded.info.engine, **of_engine}}})
         return
     _print(advice, recorded.info.name)
     for line in words:

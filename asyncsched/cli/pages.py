@@ -77,8 +77,7 @@ def add_runs(page: Page, runs: Sequence[Result]) -> None:
     """What limited each run, how fast requests were served, all figures side by side."""
     for run in runs:
         told = "".join(f"<p>{escape(line)}</p>" for line in explain(run.data))
-        notes = "".join(f'<p class="dim">{escape(note)}</p>' for note in run.data.get("notes", ()))
-        page.section(f"{run.name}: what limits it", f'<div class="answer">{told}</div>', notes)
+        page.section(f"{run.name}: what limits it", f'<div class="answer">{told}</div>', _notes(run))
     distributions = charts.distributions([(run.name, run.data) for run in runs])
     if distributions:
         said = "share of the requests served at least as fast"
@@ -167,7 +166,7 @@ def add_capacity(page: Page, found: Result) -> None:
 
 def add_advice(page: Page, advice: Result) -> None:
     told = "".join(f"<p>{escape(line)}</p>" for line in advice.data["words"])
-    page.section(_heading(advice), f'<div class="answer">{told}</div>')
+    page.section(_heading(advice), f'<div class="answer">{told}</div>', _notes(advice))
 
 
 def add_settings(page: Page, results: Sequence[Result]) -> None:
@@ -204,6 +203,11 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable
 
 def details(summary: str, content: str) -> str:
     return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+
+
+def _notes(result: Result) -> str:
+    """What a reader must know of it: a trace that was cut, a profile of something else."""
+    return "".join(f'<p class="dim">{escape(note)}</p>' for note in result.data.get("notes", ()))
 
 
 def _heading(result: Result) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,6 +55,16 @@ def load_profile(name: str | None) -> Profile:
     if name is None:
         raise ConfigError("--profile", MISSING, "name a profile; `asyncsched calibrate` makes one")
     return Profile.from_dict(load_profile_data(name))
+
+
+def check_subject(profile: Profile, run: Run) -> list[str]:
+    """A warning, which is printed too, where the profile is of another model or device than the run."""
+    from sim.subject import of_profile, of_run, warning
+
+    said = warning(of_profile(profile), of_run(run), "run")
+    if said:
+        print("warning:", said, file=sys.stderr)
+    return [said] if said else []
 
 
 def _packaged_run(name: str) -> str:

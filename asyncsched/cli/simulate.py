@@ -119,8 +119,9 @@ def simulate(
     from sim.scenario import Scenario
 
     data = scenario_data(scenario, preset, overrides, strict=strict, goodput=goodput)
+    said = ""
     if profile is not None:
-        data = _at_prices_of(profile, data, overrides or [])
+        data, said = _at_prices_of(profile, data, overrides or [])
     checked = Scenario.from_dict(data)
     several = checked.replicas.count > 1
     if several and (trace is not None or steps is not None):
@@ -133,6 +134,7 @@ def simulate(
             checked, spans=not several and (trace is not None or plot is not None), leaps=leaps, progress=progress
         )
     summary = result.summary()
+    summary["notes"] = [*([said] if said else []), *summary["notes"]]
     name = _name(scenario_name(scenario, preset), summary)
     warning = check_rejections(summary)
     for line in (*summary["notes"], *([warning] if warning else [])):
@@ -151,14 +153,18 @@ def simulate(
             _print_replicas(summary)
 
 
-def _at_prices_of(profile: str, data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """The scenario with a profile's prices; overrides of prices change the profile's, those of jitter stay."""
+def _at_prices_of(profile: str, data: dict[str, Any], overrides: list[str]) -> tuple[dict[str, Any], str]:
+    """The scenario with a profile's prices; overrides of prices change the profile's, those of jitter stay. And a
+    warning where the profile is of something else than the scenario."""
+    from sim.profile import Profile
     from sim.scenario import apply_overrides, with_profile
+    from sim.subject import of_profile, of_scenario, warning
 
     of_prices = [one for one in overrides if one.partition("=")[0].strip().split(".")[0] in ("host", "copy", "gpu")]
     of_jitter = [one for one in overrides if one.partition("=")[0].strip().split(".")[0] == "jitter"]
     prices = apply_overrides(load_profile_data(profile), of_prices)
-    return apply_overrides(with_profile(data, prices), of_jitter)
+    said = warning(of_profile(Profile.from_dict(prices)), of_scenario(data), "scenario")
+    return apply_overrides(with_profile(data, prices), of_jitter), said
 
 
 def _name(scenario: str, summary: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ import typer
 from asyncsched.cli.figures import FIGURES, number
 from asyncsched.cli.files import PICTURES, check_output
 from asyncsched.cli.inputs import AsJson, print_json
-from asyncsched.cli.runs import ProfileName, RunName, load_profile, load_run
+from asyncsched.cli.runs import ProfileName, RunName, check_subject, load_profile, load_run
 from asyncsched.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,13 +44,14 @@ def validate(
     count = _draws(draws)
     known = load_profile(profile)
     recorded = load_run(run)
+    notes = [*check_subject(known, recorded), *recorded.info.notes]
     from sim.validate import judge
 
     judged = judge(recorded, known, draws=count)
     if plot is not None:
         draw(judged.measured, judged.predicted, plot)
     if as_json:
-        print_json(judged.validation.to_dict())
+        print_json({**judged.validation.to_dict(), "notes": notes})
     else:
         print_validation(judged.validation)
         for note in recorded.info.notes:

@@ -9,7 +9,7 @@ import typer
 
 from asyncsched.cli.figures import FIGURES, number
 from asyncsched.cli.inputs import AsJson, print_json
-from asyncsched.cli.runs import ProfileName, RunName, load_profile_data, load_run
+from asyncsched.cli.runs import ProfileName, RunName, check_subject, load_profile_data, load_run
 from asyncsched.cli.validate import label
 from asyncsched.config import FIELD_NAMES
 from asyncsched.errors import MISSING, ConfigError
@@ -47,13 +47,14 @@ def whatif(
     data = load_profile_data(profile) if profile is not None else calibrate([recorded]).to_dict()
     as_it_was = Profile.from_dict(data)
     changed = Profile.from_dict(override_values(data, of_profile))
+    notes = check_subject(as_it_was, recorded)
     rows = {
         "measured": figures(recorded),
         "predicted": figures(predict(recorded, as_it_was)),
         "what if": figures(predict(recorded, changed, **of_engine)),
     }
     if as_json:
-        print_json({"run": recorded.info.name, "set": changes, **rows})
+        print_json({"run": recorded.info.name, "set": changes, "notes": notes, **rows})
     else:
         _print_rows(recorded.info.name, changes, rows)
 
