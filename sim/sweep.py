@@ -1,7 +1,8 @@
 """Many scenarios, run in processes: one row per point in the order of the design, whatever the processes.
 
-A point that fails keeps its place and says why in its `error`; the others go on. What is found in a result file is not
-run again, except what had failed.
+A value that no point can have is refused before anything runs. A point that fails keeps its place and says why in its
+`error`, as does one whose values are good for others but not together; the others go on. What is found in a result file
+is not run again, except what had failed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from sim.design import Point
 from sim.results import Record, ResultFile, point_key
 from sim.run import simulate as simulate_scenario
 from sim.scenario import Scenario, override_values
+from sim.trace import Slice, read_trace
+from sim.workload import TraceWorkload
 
 Simulate = Callable[[Scenario], Mapping[str, Any]]
 """Runs one scenario and returns its summary."""
@@ -43,6 +46,7 @@ COLUMNS = (
     "kv_peak",
 )
 RUNS_PER_LIST = 8  # per process: so many are lost when a sweep is killed, and waited for by those that are done
+FIRST_REQUEST = Slice(limit=1)
 LEFT_OUT = ("scenario", "quantiles_ms", "wall_s")  # of what is kept of a summary: said by the point, long, no result
 
 
@@ -70,14 +74,11 @@ def run_sweep(
     results   where points are kept, and found
     progress  called with points done and points in all
 
-    Equal scenarios are run once. Raises ConfigError when not one point is a valid scenario: the fault then lies with
-    what all of them share.
+    Equal scenarios are run once. Raises ConfigError as `build_points` does.
     """
     if jobs == 0:
         raise ConfigError("jobs", jobs, "use a number of processes, or -1 for one per core")
-    built = [_build(base, point) for point in points]
-    if built and isinstance(built[0], ConfigError) and all(isinstance(item, ConfigError) for item in built):
-        raise built[0]
+    built = build_points(base, points)
     keys = [point_key(item) if isinstance(item, Scenario) else "" for item in built]
     found = dict(results.records) if results is not None else {}
     records = {key: found[key] for key in keys if key in found and not found[key].error}
@@ -102,11 +103,49 @@ def run_sweep(
     ]
 
 
+def build_points(base: Mapping[str, Any], points: Sequence[Point]) -> list[Scenario | ConfigError]:
+    """The scenario of each point; an error where its values do not go together. Takes no time beside the runs.
+
+    Raises ConfigError where not one point is a scenario, as the fault then lies with what they share, and for a value
+    with which no point is one.
+    """
+    built = [_build(base, point) for point in points]
+    good = [point for point, item in zip(points, built, strict=True) if isinstance(item, Scenario)]
+    possible = {(key, repr(value)) for point in good for key, value in point.items()}
+    for point, item in zip(points, built, strict=True):
+        if isinstance(item, Scenario):
+            continue
+        if not good:
+            raise item
+        for key, value in point.items():
+            if (key, repr(value)) not in possible:
+                _check_value(base, good, key, value)
+                possible.add((key, repr(value)))
+    return built
+
+
+def _check_value(base: Mapping[str, Any], good: Sequence[Point], key: str, value: object) -> None:
+    """Raises ConfigError where none of the good points would be one with this value: values that were drawn stand in
+    one point only, which others may have spoilt."""
+    first: ConfigError | None = None
+    for point in good:
+        item = _build(base, {**point, key: value})
+        if isinstance(item, Scenario):
+            return
+        first = first or item
+    if first is not None:
+        raise first
+
+
 def _build(base: Mapping[str, Any], point: Mapping[str, object]) -> Scenario | ConfigError:
     try:
-        return Scenario.from_dict(override_values(base, point))
+        scenario = Scenario.from_dict(override_values(base, point))
+        workload = scenario.workload
+        if isinstance(workload, TraceWorkload):  # whether it is one; of what is in it, a run tells
+            read_trace(workload.trace, workload.format, FIRST_REQUEST, strict=workload.strict)
     except ConfigError as error:
         return error
+    return scenario
 
 
 def _run_all(

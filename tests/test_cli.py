@@ -454,13 +454,27 @@ def test_a_sweep_draws_its_curve_or_heat_map(
 
 
 def test_points_that_fail_keep_the_others_and_are_status_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = in_process("sweep", "small.toml", "--vary", "host.scale=nan,1", "--json")
+    raises = "engine.admission=users_policies:Raises,fcfs"
+    status = in_process("sweep", "small.toml", "--vary", raises, "--vary", "mode=static,async", "--json")
     captured = capsys.readouterr()
     points = json.loads(captured.out, parse_constant=lambda constant: pytest.fail(constant))["points"]
     assert status == 1
-    assert captured.err.startswith("error: 1 of 2 runs failed; the first: host.scale: nan is not allowed")
+    assert captured.err.startswith("error: 2 of 4 runs failed; the first: the run is void: ")
     assert points[0]["makespan_s"] is None
-    assert points[1]["makespan_s"] > 0
+    assert points[2]["makespan_s"] > 0
+
+
+@pytest.mark.parametrize("bad", ["max_num_seqs=0,4", "host.scale=1,nan", "workload.seed=1,2", "mode=sync,asink"])
+def test_a_value_that_no_point_can_have_is_status_2(bad: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(folder.iterdir())
+    kept = ["--results", "r.jsonl", "--out", "r.csv", "--plot", "r.png"]
+    assert in_process("sweep", "small.toml", "--vary", bad, "--vary", "seed=1,2", *kept) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert bad.partition("=")[0].removeprefix("workload.") in captured.err
+    assert sorted(folder.iterdir()) == before
 
 
 def test_a_sweep_in_which_nothing_can_run_is_bad_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

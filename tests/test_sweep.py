@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from asyncsched.errors import AsyncschedError, ConfigError
-from sim.design import grid, parse_vary
+from sim.design import Point, Range, grid, parse_vary, random_points
 from sim.scenario import Scenario, override_values, read_preset
 from sim.sweep import run_sweep
 
@@ -57,15 +58,57 @@ def test_rows_do_not_depend_on_the_number_of_workers():
 
 
 def test_a_failing_point_keeps_the_others():
-    rows = run_sweep(BASE, grid({"depth": [0, 1, 2, 3]}), simulate=price_or_fail, columns=COLUMNS, jobs=2)
-    assert [row["error"] for row in rows] == [
-        "depth: 0 is not allowed; it must be greater than or equal to 1",
-        "",
-        "no such luck",
-        "ZeroDivisionError: of a user's policy",
-    ]
-    assert [row["ttft_ms.p50"] for row in rows] == [None, 1.0, None, None]
+    rows = run_sweep(BASE, grid({"depth": [1, 2, 3]}), simulate=price_or_fail, columns=COLUMNS, jobs=2)
+    assert [row["error"] for row in rows] == ["", "no such luck", "ZeroDivisionError: of a user's policy"]
+    assert [row["ttft_ms.p50"] for row in rows] == [1.0, None, None]
     assert {tuple(row) for row in rows} == {("depth", "ttft_ms.p50", "error")}
+
+
+def never(scenario: Scenario) -> Mapping[str, object]:
+    raise AssertionError("nothing may run")
+
+
+@pytest.mark.parametrize(
+    ("points", "error"),
+    [
+        (grid({"depth": [1, 0, 2]}), "depth: 0 is not allowed; it must be greater than or equal to 1"),
+        (grid({"max_num_seqs": [0, 4], "depth": [1, 2]}), "engine.max_num_seqs: 0 is not allowed; use a whole number"),
+        (grid({"depth": [1, 2], "host.scale": [1.0, float("nan")]}), "host.scale: nan is not allowed"),
+        (grid({"admission": ["fcfs", "fcsf"]}), "engine.admission: 'fcsf' is not allowed"),
+        (grid({"mode": ["static", "async"], "depth": [2, 3]}), "depth: 2 is not allowed; mode 'static' has depth 1"),
+        (random_points({"max_num_seqs": Range(-8, 8, False)}, {}, 40, 0), "engine.max_num_seqs: -"),
+        (random_points({"host.scale": Range(-1.0, 1.0, False)}, {"depth": [1, 2]}, 40, 0), "host.scale: -0"),
+    ],
+)
+def test_a_value_that_no_point_can_have_is_refused_before_any_runs(points: list[Point], error: str):
+    with pytest.raises(ConfigError) as caught:
+        run_sweep(BASE, points, simulate=never)
+    assert str(caught.value).startswith(error)
+
+
+def test_a_trace_that_is_none_is_refused_before_any_runs(tmp_path: Path):
+    (tmp_path / "empty.csv").write_text("")
+    base = override_values(read_preset("h200-llama-8b"), {"workload.limit": 2})
+    for name in ("empty.csv", "missing.csv"):
+        points = grid({"workload.trace": ["azure-conv-500", str(tmp_path / name)]})
+        with pytest.raises(ConfigError, match=f"workload.trace: .*{name}"):
+            run_sweep(base, points, simulate=never)
+    assert [row["error"] for row in run_sweep(base, points[:1], simulate=price, columns=COLUMNS)] == [""]
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        grid({"mode": ["static", "async"], "depth": [1, 2]}),
+        random_points({"host.scale": Range(0.5, 2.0, False)}, {"mode": ["static", "async"], "depth": [1, 2]}, 12, 1),
+    ],
+)
+def test_values_that_do_not_go_together_keep_their_row(points: list[Point]):
+    """Each of them is good for another point."""
+    rows = run_sweep(BASE, points, simulate=price, columns=COLUMNS)
+    bad = [(row["mode"], row["depth"]) for row in rows if row["error"]]
+    assert set(bad) == {("static", 2), ("async", 1)}
+    assert len(bad) < len(rows)
 
 
 def test_a_fault_that_all_points_share_is_an_error():

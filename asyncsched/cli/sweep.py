@@ -79,7 +79,7 @@ def sweep(
 ) -> None:
     """Simulate a scenario once per combination of varied keys, or at points drawn at random.
 
-    Points that fail keep their row; the exit status is then 1.
+    A value that no point can have is bad input. Points that fail keep their row; the exit status is then 1.
     """
     check_output("--out", out, (".csv",))
     check_output("--plot", plot, PICTURES)
@@ -89,12 +89,13 @@ def sweep(
 
     from asyncsched.cli.cluster import cluster
     from sim.results import ResultFile
-    from sim.sweep import COLUMNS, run_sweep
+    from sim.sweep import COLUMNS, build_points, run_sweep
 
     varied, points = _design(vary or [], ranges or [], sample, sample_seed)
     if plot is not None:
         _check_drawable(plot, varied, sample)
     base = scenario_data(scenario, preset, overrides, strict=strict, goodput=goodput)
+    build_points(base, points)  # refuses what is wrong with them before anything is written
     columns = tuple(dict.fromkeys((*COLUMNS, metric, *REJECTION_COLUMNS)))
     with (
         ResultFile("--results", results) if results is not None else nullcontext() as kept,
