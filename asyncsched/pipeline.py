@@ -52,7 +52,7 @@ Command = Submit | Abort | Pause | Resume
 
 
 class Inbox:
-    """Commands for an engine; the pipeline takes them before a plan. `close` says that no more will come.
+    """Commands for an engine; the pipeline takes them before a plan. `close` says that no more will come but aborts.
 
     `observer`, where there is one, is told of each command when it is taken.
     """
@@ -63,7 +63,7 @@ class Inbox:
         self.observer: Callable[[Command], None] | None = None
 
     def put(self, command: Command) -> None:
-        if self.closed:
+        if self.closed and not isinstance(command, Abort):
             raise ValueError("the inbox is closed")
         self._commands.append(command)
 

@@ -61,6 +61,7 @@ class SimEngine:
     most_gaps       as in `ServingMetrics`
     on_delivery     is called behind every delivery at measured prices: may hand over what has arrived since
     on_plan         is shown every plan that is made, before its host work is paid for; a leap makes none
+    on_collect      is shown every plan whose tokens are there, before they are committed; a leap shows none
     """
 
     def __init__(
@@ -76,11 +77,13 @@ class SimEngine:
         on_end: Callable[[Sequence[Finished]], None] | None = None,
         most_gaps: int = 1 << 20,
         on_plan: Callable[[StepPlan], None] | None = None,
+        on_collect: Callable[[StepPlan], None] | None = None,
         on_delivery: Callable[[], None] | None = None,
     ) -> None:
         self.env = env
         self.scheduler = scheduler
         self.on_plan = on_plan
+        self._on_collect = on_collect
         self._on_delivery = on_delivery
         self.inbox = Inbox()
         self.metrics = ServingMetrics(most_gaps)
@@ -171,6 +174,8 @@ class SimEngine:
                 settled = effect.plan, self._shapes[effect.plan.slot]
                 lanes.synchronize(effect.ticket, effect.plan)  # type: ignore[arg-type]  # as Launch was answered
                 reply = self._tokens(effect.plan)
+                if self._on_collect is not None:
+                    self._on_collect(effect.plan)
             elif isinstance(effect, Deliver):
                 if self._on_end is not None and effect.output.finished and free[HOST] > env.now:
                     yield Moment(env, free[HOST])

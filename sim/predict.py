@@ -1,6 +1,10 @@
 """Predicts a recorded run: its arrivals and lengths in the simulator, at a profile's prices; or replays its decisions.
 
 Both give a `Run` of their own, so that whatever is asked of a recorded run is asked of a predicted one in the same way.
+
+A request that was aborted is aborted when it has got as many tokens as it had: nobody knows whether its user had waited
+long enough or read enough, and so every engine has the same work. What is in flight for it then is computed in vain.
+Who had got nothing yet is aborted at the time it was, and as it arrives where the run does not tell the time.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import simpy
+from numpy.typing import NDArray
 
 from asyncsched.errors import ConfigError
 from asyncsched.pipeline import Abort, Command, Inbox, Submit
@@ -36,14 +41,15 @@ def predict(run: Run, profile: Profile, *, seed: int | None = None, depth: int |
     """
     changes = engine if depth is None else {**engine, "depth": depth}
     timeline = Timeline()
-    simulated = _simulated(run, delayed(profile, run), changes, timeline, seed)
+    simulated, _ = _simulated(run, delayed(profile, run), changes, timeline, seed)
     return _as_run(run, simulated, timeline, {**run.info.engine, **changes})
 
 
 def predicted_summary(run: Run, profile: Profile, **engine: Any) -> dict[str, Any]:
     """The run's requests on an engine with its settings, or others, in the words of a scenario's summary. The profile
-    has the run's host delay already. Raises ConfigError as `predict` does."""
-    simulated = _simulated(run, profile, engine, None, None)
+    has the run's host delay already. `aborted_tokens` were computed for requests that had been aborted. Raises
+    ConfigError as `predict` does."""
+    simulated, aborted_tokens = _simulated(run, profile, engine, None, None)
     metrics, account, log = simulated.metrics, simulated.account, simulated.log
     assert log is not None  # `_simulated` gave it one
     seconds = (log.last_delivery_ns or 0) / 1e9
@@ -56,11 +62,13 @@ def predicted_summary(run: Run, profile: Profile, **engine: Any) -> dict[str, An
         "requests": metrics.num_requests,
         "rejected": metrics.ended[FinishReason.REJECTED],
         "rejections": list(simulated.rejections),
+        "aborted": metrics.ended[FinishReason.ABORT],
         "output_tokens": metrics.output_tokens,
         "output_throughput": metrics.output_tokens / seconds if seconds else 0.0,
         **metrics.summary(),
         "preemptions": simulated.scheduler.preemptions,
         "overshoot_tokens": metrics.overshoot_tokens,
+        "aborted_tokens": aborted_tokens,
         "notes": [],
     }
 
@@ -73,20 +81,28 @@ def delayed(profile: Profile, run: Run) -> Profile:
 
 def _simulated(
     run: Run, profile: Profile, settings: dict[str, Any], timeline: Timeline | None, seed: int | None
-) -> SimEngine:
-    """The engine that has served the run's requests. `settings` are those in which it differs from the run's."""
+) -> tuple[SimEngine, int]:
+    """The engine that has served the run's requests, and how many tokens it computed for those that had been aborted.
+    `settings` are those in which it differs from the run's."""
     config = run.info.engine_config(**settings)
     scheduler = Scheduler(config)
     env = simpy.Environment(initial_time=0)
-    driver = _Driver()
+    driver = _Driver(run)
     costs = MeasuredCosts(profile, depth=config.depth, seed=seed)
-    last_positions = _last_positions(run.requests)
-    simulated = SimEngine(env, scheduler, costs, last_positions, timeline=timeline, on_delivery=driver.hand_over)
+    simulated = SimEngine(
+        env,
+        scheduler,
+        costs,
+        _last_positions(run.requests),
+        timeline=timeline,
+        on_delivery=driver.hand_over,
+        on_collect=driver.collected if "abort" in run.requests.finish else None,
+    )
     simulated.log = log = RunLog(scheduler)
     simulated.inbox.observer = log.entered
-    env.process(driver.serve(env, simulated, run.requests))
+    env.process(driver.serve(env, simulated))
     env.run(env.process(simulated.run()))
-    return simulated
+    return simulated, driver.aborted_tokens
 
 
 def replay(run: Run, on_plan: Callable[[StepPlan], None] | None = None) -> tuple[str, ...]:
@@ -99,7 +115,7 @@ def replay(run: Run, on_plan: Callable[[StepPlan], None] | None = None) -> tuple
     scheduler = Scheduler(config)
     env = simpy.Environment(initial_time=0)
     costs = MeasuredCosts(Profile(), depth=config.depth, seed=None)
-    engine = SimEngine(env, scheduler, costs, _last_positions(run.requests, aborted=NOWHERE), on_plan=on_plan)
+    engine = SimEngine(env, scheduler, costs, _last_positions(run.requests), on_plan=on_plan)
     engine.log = log = RunLog(scheduler)
     engine.inbox = _ReplayInbox(_commands(run.requests), lambda: Entry(scheduler.plans, log.commits))
     for number in range(len(run.requests)):
@@ -158,40 +174,72 @@ def _submit(requests: RequestLog, number: int) -> Submit:
     return Submit(requests.request_id[number], prompt, params, int(requests.priority[number]))
 
 
-def _last_positions(requests: RequestLog, aborted: int | None = None) -> Any:
-    """Where the last token of each request stands; `aborted` is used for those that an abort ended."""
+def _aborted(requests: RequestLog) -> NDArray[np.bool_]:
+    return np.array([finish == "abort" for finish in requests.finish], dtype=np.bool_)
+
+
+def _last_positions(requests: RequestLog) -> IntArray:
+    """Where the last token of each request stands. One that was aborted ends by that."""
     last = requests.prompt_tokens + np.maximum(requests.output_tokens, 1) - 1
-    if aborted is not None:
-        last = np.where([finish == "abort" for finish in requests.finish], aborted, last)
-    return last
+    return np.where(_aborted(requests), NOWHERE, last)
+
+
+def _early_aborts(run: Run) -> list[tuple[int, int]]:
+    """When each request was aborted that had got nothing, and its number: before the plan that came next."""
+    requests, plans = run.requests, run.steps["plan"]
+    early = []
+    for number in np.flatnonzero(_aborted(requests) & (requests.output_tokens == 0)).tolist():
+        plan, at = int(requests.aborted_plan[number]), 0
+        if plan != UNKNOWN and len(plans):
+            row = int(np.searchsorted(plans, plan))
+            at = int(run.steps.start("plan")[row]) if row < len(plans) else run.info.makespan_ns
+        early.append((max(at, int(requests.arrival_ns[number])), number))
+    return early
 
 
 class _Driver:
-    """Who submits requests, in the thread that runs the engine, as a recorder does: what arrives while the engine works
-    is handed over when something is delivered, which is behind the launch of the next step."""
+    """Who submits requests and aborts them, in the thread that runs the engine, as a recorder does: what arrives while
+    the engine works is handed over when something is delivered, which is behind the launch of the next step."""
 
-    def __init__(self) -> None:
-        self._arrived: list[Submit] = []
+    def __init__(self, run: Run) -> None:
+        requests = run.requests
+        self._requests = requests
+        self._arrived: list[Submit | Abort] = []
+        submits = [(at, False, number) for number, at in enumerate(requests.arrival_ns.tolist())]
+        self._events = sorted([*submits, *((at, True, number) for at, number in _early_aborts(run))])
+        last = requests.prompt_tokens + requests.output_tokens - 1
+        self._until = np.where(_aborted(requests) & (requests.output_tokens > 0), last, NOWHERE)
         self._coming = True
+        self.aborted_tokens = 0
 
-    def serve(
-        self, env: simpy.Environment, engine: SimEngine, requests: RequestLog
-    ) -> Generator[simpy.Event, Any, None]:
+    def serve(self, env: simpy.Environment, engine: SimEngine) -> Generator[simpy.Event, Any, None]:
         self._engine = engine
-        for number, arrival_ns in enumerate(requests.arrival_ns.tolist()):
-            if arrival_ns > env.now:
-                yield env.timeout(arrival_ns - env.now)
-            engine.metrics.arrived(number, int(env.now))
-            self._arrived.append(_submit(requests, number))
+        for at, aborted, number in self._events:
+            if at > env.now:
+                yield env.timeout(at - env.now)
+            if aborted:
+                self._arrived.append(Abort(self._requests.request_id[number]))
+            else:
+                engine.metrics.arrived(number, int(env.now))
+                self._arrived.append(_submit(self._requests, number))
             if not engine.scheduler.has_requests:
                 self.hand_over()
         self._coming = False
         if not self._arrived:
             self.hand_over()
 
+    def collected(self, plan: StepPlan) -> None:
+        """Aborts whose request has got its last token now: they enter when that is committed."""
+        rows, sampled = self._engine.scheduler.rows, plan.sampled
+        live = rows.live[sampled]
+        self.aborted_tokens += int(np.count_nonzero(~live & ~rows.stopped[sampled]))
+        numbers = rows.request[sampled[live]]
+        for number in numbers[plan.sampled_ends[live] >= self._until[numbers]].tolist():
+            self._engine.inbox.put(Abort(self._requests.request_id[number]))
+
     def hand_over(self) -> None:
-        for submit in self._arrived:
-            self._engine.inbox.put(submit)
+        for command in self._arrived:
+            self._engine.inbox.put(command)
         self._arrived.clear()
         if not self._coming:
             self._engine.inbox.close()

@@ -154,12 +154,22 @@ def in_words(advice: Advice) -> list[str]:
         lines.append(_verdict(advice, before, depth, gained, pays))
         before = depth if pays else before
     lines += [_threshold(advice, threshold) for threshold in advice.thresholds]
+    lines += _aborts(advice)
     if advice.only_lengths:
         scenario = "scenario" in advice.runs[question.depths[0]]
         hint = "; workload.stop = eos prices what ends by itself" if scenario else ""
         lines.append(f"Overshoot: none, as requests end by length{hint}.")
     lines.append(f"Advice: {_name(advice.chosen)}.")
     return lines
+
+
+def _aborts(advice: Advice) -> list[str]:
+    aborted = max(run.get("aborted", 0) for run in advice.runs.values())
+    if not aborted:
+        return []
+    lost = ", ".join(f"{run['aborted_tokens']:,} at depth {depth}" for depth, run in advice.runs.items())
+    who = "One request was aborted" if aborted == 1 else f"{aborted} requests were aborted"
+    return [f"Aborts: {who}, here with as many tokens as in the run; computed in vain were {lost}."]
 
 
 def _verdict(advice: Advice, before: int, depth: int, gained: float, pays: bool) -> str:
@@ -178,8 +188,10 @@ def _costs(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     if old["ttft_ms"] is not None and new["ttft_ms"] is not None:
         ttft = new["ttft_ms"]["p50"] - old["ttft_ms"]["p50"]
         cost.append(f"the median TTFT {'rises' if ttft >= 0 else 'falls'} by {number(abs(ttft))} ms")
-    share = new["overshoot_tokens"] / ((new["output_tokens"] + new["overshoot_tokens"]) or 1)
-    cost.append(f"{percent(share)} of the tokens computed are overshoot")
+    vain = new["overshoot_tokens"] + new.get("aborted_tokens", 0)
+    share = vain / ((new["output_tokens"] + vain) or 1)
+    aborts = " or of aborted requests" if new.get("aborted_tokens") else ""
+    cost.append(f"{percent(share)} of the tokens computed are overshoot{aborts}")
     text = " and ".join(cost)
     return text[0].upper() + text[1:]
 
