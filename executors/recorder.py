@@ -219,8 +219,8 @@ def warm_up(llm: LLM) -> list[tuple[int, float]]:
     sizes = config.decode_buckets or (config.max_num_seqs,)
     room = min(config.max_model_len, config.num_blocks * config.block_size)
     alive = [sum(size > number for size in sizes) for number in range(max(sizes))]
-    closed = [TimedRequest(0, WARM_UP_PROMPT, min(1 + phase * phases, room - WARM_UP_PROMPT)) for phases in alive]
-    mixed = [TimedRequest(number * 30_000_000, min(WARM_UP_PROMPT * (1 + number), room - 8), 8) for number in range(8)]
+    closed = [_fitting(0, WARM_UP_PROMPT, 1 + phase * phases, room) for phases in alive]
+    mixed = [_fitting(number * 30_000_000, WARM_UP_PROMPT * (1 + number), 8, room) for number in range(8)]
     # A prompt is one step, and steps take turns in the slots; the first of a shape is not captured yet.
     prompts = [[TimedRequest(0, size, 1)] * (1 + config.depth) for size in config.mixed_buckets if size < room]
     one_by_one = [[request] for same in prompts for request in same]
@@ -239,16 +239,22 @@ def warm_up_eager(llm: LLM) -> list[tuple[int, float]]:
     config = llm.config
     smallest, seats = max(config.mixed_buckets, default=0) + 1, config.max_num_seqs
     sizes = [(rows, -(-smallest // rows)) for rows in range(EAGER_ROWS, seats + 1, EAGER_ROWS)]
-    sizes.append((seats, 2 * config.max_num_batched_tokens // seats))
+    sizes.append((seats, 2 * config.max_num_batched_tokens // seats))  # 0 for so many seats that one token each is more
     room = min(config.max_model_len, config.num_blocks * config.block_size)
     launches = []
     for number, (rows, prompt) in enumerate(sizes):
         first = len(llm.timeline.spans) if llm.timeline is not None else 0
-        workload = [TimedRequest(0, min(prompt, room - 2), 2)] * rows
+        workload = [_fitting(0, prompt, 2, room)] * rows
         _serve(llm, _requests(llm, workload, f"warm-up-eager-{number}", number), time.perf_counter_ns())
         spans = llm.timeline.spans[first:] if llm.timeline is not None else []
         launches.append((rows, max((s.end_ns - s.start_ns for s in spans if s.name == "launch"), default=0) / 1e6))
     return launches
+
+
+def _fitting(arrival_ns: int, prompt: int, output: int, room: int) -> TimedRequest:
+    """A request of these tokens, of fewer where the two must fit `room`: of the prompt first. At least one of each."""
+    prompt = max(min(prompt, room - output), 1)
+    return TimedRequest(arrival_ns, prompt, max(min(output, room - prompt), 1))
 
 
 def _wait_until(end_ns: int) -> None:

@@ -3,9 +3,10 @@
 import importlib
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from asyncsched.errors import AsyncschedError, ConfigError
 from asyncsched.pipeline import Deliver, Effect, Host
 from asyncsched.run_files import encode, read_run, write_run
 from asyncsched.runs import HOST_SPANS, UNKNOWN, Run
+from executors import recorder
 from executors.llm import LLM
 from executors.named_configs import named_config
 from executors.recorder import Recorder, TimedRequest
@@ -205,3 +207,32 @@ def test_a_pack_holds_all_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert held == {f"h200-llama-8b-{group}.tar.xz": group.encode() for group in ("fit", "tight")}
     with pytest.raises(SystemExit, match=r"error: --pack: .*must end in \.tar"):
         recording.main(tmp_path, pack=tmp_path / "all.zip")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_seqs": 20, "max_num_batched_tokens": 8},  # more than two seats for a token
+        {"max_num_seqs": 20, "max_num_batched_tokens": 8, "max_model_len": 4},
+        {"max_model_len": 16},
+        {"max_model_len": 2},
+    ],
+)
+def test_a_warm_up_asks_for_nothing_that_is_rejected(settings: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of no tokens, say: the steps it was to warm up would be missing, and nobody would know."""
+    served: list[list[TimedRequest]] = []
+    serve = recorder._serve
+
+    def watch(llm: LLM, requests: Sequence[Any], started: int) -> None:
+        served.append([TimedRequest(one.arrival_ns, len(one.prompt), one.params.max_tokens) for one in requests])
+        serve(llm, [one._replace(arrival_ns=0) for one in requests], started)
+
+    monkeypatch.setattr(recorder, "_serve", watch)
+    llm = tiny(**{"num_blocks": 200, **settings})
+    launches = recorder.warm_up(llm)
+    room = llm.config.max_model_len
+    for requests in served:
+        assert all(1 <= one.prompt_tokens < one.prompt_tokens + one.output_tokens <= room for one in requests)
+    assert llm.scheduler.counts.rejected == 0
+    assert launches[-1][0] == llm.config.max_num_seqs
+    assert launches[-1][1] > 0  # some step was launched
