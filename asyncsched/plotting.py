@@ -55,6 +55,7 @@ UNITS = {
 }
 LOG_DECADES = 1.5  # values that span more get a logarithmic axis
 FEW_TICKS = 10  # so many values are named on a logarithmic axis instead of powers of ten
+MARK_SIZE = 9.5  # of what vertical lines say, in points
 
 
 class _Row(NamedTuple):
@@ -177,22 +178,32 @@ def plot_curve(
         else:
             _scale_axis(axes, "x", [row[x] for row in shown])
         _scale_axis(axes, "y", [row[y] for row in shown])
-        for position, text in marks:
-            axes.axvline(position, color="#777777", linestyle="--", linewidth=1)
-            axes.annotate(
-                text,
-                (position, 0.02),
-                xycoords=("data", "axes fraction"),
-                xytext=(5, 0),
-                textcoords="offset points",
-                fontsize=9.5,
-            )
+        _draw_marks(figure, axes, marks)
         if series:
             axes.legend(title=series, frameon=False)
         axes.grid(color="#E5E5E5", linewidth=0.8)
         axes.set(xlabel=x_label or axis_label(x), ylabel=y_label or axis_label(y))
         _set_title(figure, title)
         _save(figure, path)
+
+
+def _draw_marks(figure: Figure, axes: Axes, marks: Sequence[tuple[float, str]]) -> None:
+    """What they say stands above the frame, where no line can cross it; one row higher where the text before it would
+    reach that far."""
+    taken, raised = -math.inf, False  # points from the left, and whether the text before stands there
+    for position, text in sorted(marks):
+        begin = axes.get_xaxis_transform().transform((position, 0))[0] * 72 / figure.dpi
+        raised = begin < taken and not raised
+        taken = begin + MARK_SIZE * 0.6 * len(text)
+        axes.axvline(position, color="#777777", linestyle="--", linewidth=1)
+        axes.annotate(
+            text,
+            (position, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 3 + 1.3 * MARK_SIZE * raised),
+            textcoords="offset points",
+            fontsize=MARK_SIZE,
+        )
 
 
 def plot_heatmap(
@@ -438,7 +449,11 @@ def _scale_axis(axes: Axes, which: Literal["x", "y"], values: Sequence[float]) -
             axes.set_xticks(sorted(set(values)))
             axes.minorticks_off()
     elif which == "y":
-        set_limit(min(low, 0) * 1.08, high * 1.08 or 1)
+        below, above = min(low, 0), max(high, 0)
+        room = 0.08 * (above - below)
+        set_limit(below - room if below else 0, above + room if above else 0 if below else 1)
+        if below and above:
+            axes.axhline(0, color="#777777", linewidth=1, zorder=1.6)  # above the grid, behind lines
 
 
 def _short(value: float) -> str:

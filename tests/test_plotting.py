@@ -149,6 +149,39 @@ def test_a_curve_is_logarithmic_over_many_decades(values: list[int], scale: str,
     assert axes.get_ylim()[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("values", "zero"), [([7.0, -0.8], True), ([-3.0, -1.0], False), ([1.0, 2.0], False), ([0.0, 0.0], False)]
+)
+def test_no_point_of_a_curve_is_cut_off_and_zero_is_in_sight(
+    values: list[float], zero: bool, figures: list[Figure]
+) -> None:
+    plot_curve([{"x": x, "y": y} for x, y in enumerate(values)], "x", "y", Path("x.png"))
+    (axes,) = figures[0].axes
+    low, high = axes.get_ylim()
+    room = 0.05 * (high - low)
+    assert low <= 0 <= high
+    assert low + (room if min(values) < 0 else 0) <= min(values)
+    assert max(values) <= high - (room if max(values) > 0 else 0)
+    assert (len(axes.lines) == 2) == zero  # a line at zero where errors have either sign
+
+
+@pytest.mark.parametrize("places", [(20.0, 55.0), (20.0, 30.0), (20.0, 20.5), (160.0, 20.0)])
+def test_what_marks_say_crosses_nothing(places: tuple[float, float], figures: list[Figure]) -> None:
+    rows = [{"x": x, "y": x, "run": run} for x in range(10, 190, 5) for run in ("a", "b")]
+    marks = [(place, f"cut, RTXPRO{number}000") for number, place in enumerate(places)]
+    plot_curve(rows, "x", "y", Path("x.png"), series="run", title="A title", marks=marks)
+    figure = figures[0]
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    first, second = (text.get_window_extent() for text in axes.texts)
+    assert not first.overlaps(second)
+    title = figure._suptitle.get_window_extent()
+    for box in (first, second):
+        assert box.y0 >= axes.bbox.y1  # above every line and marker
+        assert box.y1 <= title.y0
+        assert box.x1 <= figure.bbox.x1
+
+
 def test_a_curve_has_a_line_per_series_in_order_of_x(figures: list[Figure]) -> None:
     rows = [{"x": x, "mode": mode, "y": x * k} for x in (3, 1, 2) for k, mode in enumerate(("sync", "async"), 1)]
     rows.append({"x": 4, "mode": "sync", "y": None})  # a run that failed
