@@ -8,7 +8,7 @@ read on the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -158,20 +158,8 @@ def _attend_decodes(layer: _Layer, count: int, splits: int, workspace: _Workspac
         *values.stride()[:3],
         *output.stride()[:2],
         view.table.stride(0),
-        KEY_DIM=keys.shape[-1],
-        VALUE_DIM=values.shape[-1],
-        GROUP=layer.group,
-        PAGE=keys.shape[1],
-        WINDOW=rule.window or 0,
-        SOFTCAP=rule.softcap or 0.0,
-        HAS_SINKS=rule.sinks is not None,
         IS_SPLIT=workspace is not None,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys,
-        BLOCK_K=_padded(keys.shape[-1]),
-        BLOCK_V=_padded(values.shape[-1]),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **_constants(layer, tile),
     )
     if workspace is None:
         return
@@ -192,6 +180,26 @@ def _attend_decodes(layer: _Layer, count: int, splits: int, workspace: _Workspac
         HAS_SINKS=rule.sinks is not None,
         num_warps=1 if splits <= SMALL_SPLITS else 4,
     )
+
+
+def _constants(layer: _Layer, tile: _Tile) -> dict[str, Any]:
+    """What both attention kernels are compiled for."""
+    keys, values, rule = layer.keys, layer.values, layer.rule
+    return {
+        "KEY_DIM": keys.shape[-1],
+        "VALUE_DIM": values.shape[-1],
+        "GROUP": layer.group,
+        "PAGE": keys.shape[1],
+        "WINDOW": rule.window or 0,
+        "SOFTCAP": rule.softcap or 0.0,
+        "HAS_SINKS": rule.sinks is not None,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.keys,
+        "BLOCK_K": _padded(keys.shape[-1]),
+        "BLOCK_V": _padded(values.shape[-1]),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
 
 
 def _write_kv(layer: _Layer) -> None:
@@ -243,20 +251,8 @@ def _attend_prefills(layer: _Layer, fewest_decodes: int) -> None:
         *values.stride()[:3],
         *output.stride()[:2],
         view.table.stride(0),
-        KEY_DIM=keys.shape[-1],
-        VALUE_DIM=values.shape[-1],
-        GROUP=layer.group,
-        PAGE=keys.shape[1],
-        WINDOW=rule.window or 0,
-        SOFTCAP=rule.softcap or 0.0,
-        HAS_SINKS=rule.sinks is not None,
         QUERIES=queries_per_tile,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys,
-        BLOCK_K=_padded(keys.shape[-1]),
-        BLOCK_V=_padded(values.shape[-1]),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **_constants(layer, tile),
     )
 
 

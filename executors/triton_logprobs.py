@@ -12,12 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from executors.logprobs import num_words
-from executors.triton_weights import exp, order_of
+from executors.triton_weights import exp, logit_of, order_of, ranked, token_of
 
 BLOCK = 4096  # tokens of a part
 NUM_WARPS = 8
 
-_LAST_PLACE = tl.constexpr(0x7FFFFFFF)  # by exclusive or, counts down
 _NOTHING = tl.constexpr(-(2**63))
 
 
@@ -88,7 +87,7 @@ def _look_at_parts(
     tl.store(peaks + out, peak)
     tl.store(totals + out, tl.sum(exp(logit - base), 0))
     tl.store(above + out, tl.sum((logit > own).to(tl.int32), 0))
-    listed = tl.where(inside, _listed(logit, at), _NOTHING)
+    listed = tl.where(inside, ranked(order_of(logit), at), _NOTHING)
     for i in range(NUM_LOGPROBS):
         best = tl.max(listed, 0)
         tl.store(largest + out * NUM_LOGPROBS + i, best)
@@ -128,14 +127,7 @@ def _add_up(
     listed = tl.load(largest + seq * count + index, mask=index < count, other=_NOTHING)
     for i in range(NUM_LOGPROBS):
         best = tl.max(listed, 0)
-        tl.store(out + 2 + i, (best & 0xFFFFFFFF).to(tl.int32) ^ _LAST_PLACE)
-        key = (best >> 32).to(tl.int32)
-        value = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        tl.store(out + 2 + i, token_of(best))
+        value = logit_of((best >> 32).to(tl.int32))
         tl.store(out + 2 + NUM_LOGPROBS + i, (value - normaliser).to(tl.int32, bitcast=True))
         listed = tl.where(listed == best, _NOTHING, listed)
-
-
-@triton.jit
-def _listed(logit, token):
-    """One number to order by: the larger logit, then the lower token."""
-    return (order_of(logit).to(tl.int64) << 32) | (token ^ _LAST_PLACE).to(tl.int64)

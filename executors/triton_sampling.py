@@ -97,21 +97,25 @@ def draw(logits: Tensor, words: Tensor, state: SamplerState, features: int, toke
         **_EXACT,
     )
     least_keys, finalists, bounds, totals, above = places, places, places, peaks, peaks
+    # By name, as all kernels behind the first begin with these.
+    lines: dict[str, Any] = {
+        "edited": edited,
+        "words": words,
+        "peaks": peaks,
+        "places": places,
+        "vocab_size": vocab_size,
+        "edited_stride": edited.stride(0),
+        "words_stride": words.stride(0),
+        "PARTS": padded,
+    }
     cuts = {"MIN_P": bool(features & Features.MIN_P), "TOP_K": bool(features & Features.TOP_K)}
     if features & Features.RANDOM:
         if features & Features.TOP_K:
             least_keys = room(rows, dtype=torch.int32)
             _find_least_keys[(rows,)](
-                edited,
-                words,
-                peaks,
-                places,
-                least_keys,
-                vocab_size,
-                edited.stride(0),
-                words.stride(0),
-                num_parts,
-                PARTS=padded,
+                **lines,
+                least_keys=least_keys,
+                num_parts=num_parts,
                 BLOCK=WHOLE_BLOCK,
                 num_warps=WHOLE_WARPS,
                 **_EXACT,
@@ -119,22 +123,15 @@ def draw(logits: Tensor, words: Tensor, state: SamplerState, features: int, toke
         candidates, weights = (room(*parts, num_candidates, dtype=dtype) for dtype in (torch.int64, torch.int32))
         totals = room(*parts, dtype=torch.int64)
         _find_candidates[parts](
-            edited,
-            words,
-            state.hashes,
-            peaks,
-            places,
-            least_keys,
-            candidates,
-            weights,
-            totals,
-            vocab_size,
-            edited.stride(0),
-            words.stride(0),
+            **lines,
+            hashes=state.hashes,
+            least_keys=least_keys,
+            candidates=candidates,
+            weights=weights,
+            totals=totals,
             **cuts,
             TOP_P=has_top_p,
             CANDIDATES=num_candidates,
-            PARTS=padded,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
             **_EXACT,
@@ -158,47 +155,33 @@ def draw(logits: Tensor, words: Tensor, state: SamplerState, features: int, toke
         if has_top_p:
             above = room(rows, num_candidates, num_parts, dtype=torch.int64)
             _weigh_above[parts](
-                edited,
-                words,
-                peaks,
-                places,
-                least_keys,
-                bounds,
-                above,
-                vocab_size,
-                edited.stride(0),
-                words.stride(0),
+                **lines,
+                least_keys=least_keys,
+                bounds=bounds,
+                above=above,
                 **cuts,
                 CANDIDATES=num_candidates,
-                PARTS=padded,
                 BLOCK=BLOCK,
                 num_warps=NUM_WARPS,
                 **_EXACT,
             )
     is_whole = has_top_p and bool(features & Features.RANDOM)
     _choose[(rows,)](
-        edited,
-        words,
-        state.hashes,
-        peaks,
-        places,
-        least_keys,
-        finalists,
-        bounds,
-        totals,
-        above,
-        state.counts if has_penalties else places,
-        tokens,
-        vocab_size,
-        edited.stride(0),
-        words.stride(0),
-        num_parts,
+        **lines,
+        hashes=state.hashes,
+        least_keys=least_keys,
+        finalists=finalists,
+        bounds=bounds,
+        totals=totals,
+        above=above,
+        counts=state.counts if has_penalties else places,
+        tokens=tokens,
+        num_parts=num_parts,
         RANDOM=bool(features & Features.RANDOM),
         **cuts,
         TOP_P=has_top_p,
         COUNTS=has_penalties,
         CANDIDATES=num_candidates,
-        PARTS=padded,
         BLOCK=WHOLE_BLOCK,
         num_warps=WHOLE_WARPS if is_whole else 1,
         **_EXACT,
@@ -335,11 +318,8 @@ def _find_candidates(
     if is_usable & (inverse > 0):
         at = part * BLOCK + tl.arange(0, BLOCK)
         inside = at < vocab_size
-        logit = tl.load(edited + seq * edited_stride + at, mask=inside, other=float("-inf")).to(tl.float32)
-        least_key = 0
-        if TOP_K:
-            least_key = tl.load(least_keys + seq)
-        weight = weight_of(logit, peak, inverse, tl.load(floats + _MIN_P), least_key, MIN_P, TOP_K)
+        line = edited + seq * edited_stride
+        weight = _weights(line, floats, least_keys + seq, at, vocab_size, peak, inverse, MIN_P, TOP_K)
         key_0 = tl.load(ints + _KEY).to(tl.uint32, bitcast=True)
         key_1 = tl.load(ints + _KEY + 1).to(tl.uint32, bitcast=True)
         noise = exponential(tl.load(hashes + at, mask=inside, other=0), key_0, key_1)
@@ -361,6 +341,16 @@ def _find_candidates(
         for i in range(depth, CANDIDATES):
             tl.store(candidates + out * CANDIDATES + i, -1)
             tl.store(weights + out * CANDIDATES + i, own)
+
+
+@triton.jit
+def _weights(line, floats, least_key_at, at, vocab_size, peak, inverse, MIN_P: tl.constexpr, TOP_K: tl.constexpr):
+    """Of the tokens `at` of a row; 0 beyond its end."""
+    logit = tl.load(line + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
+    least_key = 0
+    if TOP_K:
+        least_key = tl.load(least_key_at)
+    return weight_of(logit, peak, inverse, tl.load(floats + _MIN_P), least_key, MIN_P, TOP_K)
 
 
 @triton.jit
@@ -434,11 +424,8 @@ def _weigh_above(
     top_p = tl.load(floats + _TOP_P)
     if is_usable & (inverse > 0) & (top_p < 1):
         at = part * BLOCK + tl.arange(0, BLOCK)
-        logit = tl.load(edited + seq * edited_stride + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
-        least_key = 0
-        if TOP_K:
-            least_key = tl.load(least_keys + seq)
-        weight = weight_of(logit, peak, inverse, tl.load(floats + _MIN_P), least_key, MIN_P, TOP_K)
+        line = edited + seq * edited_stride
+        weight = _weights(line, floats, least_keys + seq, at, vocab_size, peak, inverse, MIN_P, TOP_K)
         weight_bits = weight.to(tl.int32, bitcast=True)
         share = (weight * ONE).to(tl.int64)
         for i in range(_depth(top_p, CANDIDATES)):

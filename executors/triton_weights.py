@@ -1,4 +1,4 @@
-"""What the sampler's kernels compute of a single token, and what they look for in a whole row with one program.
+"""What the kernels of sampling and log-probabilities compute of a token, and what sampling looks for in whole rows.
 
 Products and sums are not contracted, if the kernel is launched so; logarithms and exponentials are those of torch's own
 kernels.
@@ -18,14 +18,20 @@ _IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpret
 
 
 @triton.jit
-def candidate_of(score, token):
-    """One number, int64, to order by: the higher score, then the lower token. Scores are not negative."""
-    return (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (token ^ _LAST_PLACE).to(tl.int64)
+def ranked(key, token):
+    """One number, int64, to order by: the higher key, int32, then the lower token."""
+    return (key.to(tl.int64) << 32) | (token ^ _LAST_PLACE).to(tl.int64)
 
 
 @triton.jit
-def token_of(candidate):
-    return (candidate & 0xFFFFFFFF).to(tl.int32) ^ _LAST_PLACE
+def token_of(rank):
+    return (rank & 0xFFFFFFFF).to(tl.int32) ^ _LAST_PLACE
+
+
+@triton.jit
+def candidate_of(score, token):
+    """A rank by score. Scores are not negative: their bits compare like them."""
+    return ranked(score.to(tl.int32, bitcast=True), token)
 
 
 @triton.jit
@@ -120,6 +126,12 @@ def order_of(logit):
     """An integer that compares like the logit; 0.0 and -0.0 are one number."""
     bits = (logit + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def logit_of(key):
+    """What `order_of` made the key of."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
