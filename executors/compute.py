@@ -12,9 +12,10 @@ kernel by kernel.
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 
 import torch
@@ -233,20 +234,21 @@ class ComputeLane:
     def _capture(self, slot: Slot, buckets: Buckets, features: int) -> torch.cuda.CUDAGraph:
         """Records a padded step on the current stream; runs nothing. Raises what the step raises."""
         graph = torch.cuda.CUDAGraph()
-        # Not `torch.cuda.graph`, which synchronizes the device and collects garbage first: steps are in flight.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            self._run_padded(slot, buckets, features)
-        except BaseException:
-            with suppress(RuntimeError):  # it says that something was wrong before, and not what
+        with _garbage_stays():
+            # Not `torch.cuda.graph`, which synchronizes the device and collects garbage first: steps are in flight.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._run_padded(slot, buckets, features)
+            except BaseException:
+                with suppress(RuntimeError):  # it says that something was wrong before, and not what
+                    graph.capture_end()
+                self._clean_up()
+                raise
+            try:
                 graph.capture_end()
-            self._clean_up()
-            raise
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            self._clean_up()
-            raise
+            except RuntimeError:
+                self._clean_up()
+                raise
         return graph
 
     def _clean_up(self) -> None:
@@ -294,3 +296,16 @@ class ComputeLane:
 
         self._host_keys = tuple(like(pool) for pool in self.kv.keys)
         self._host_values = tuple(like(pool) for pool in self.kv.values)
+
+
+@contextmanager
+def _garbage_stays() -> Iterator[None]:
+    """Meanwhile nothing is collected: graphs of an engine that is gone may be garbage, and giving one up in a capture
+    breaks it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -4,6 +4,7 @@ that refuses: what capturing does is a matter of tests/gpu.
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -90,6 +91,63 @@ def test_what_a_step_that_was_captured_says_is_what_counts(
     assert compute.refusal == refusal
     assert {output.finish_reason for output in outputs} == {finish_reason}
     assert not BrokenOff.is_open
+
+
+class Kept:
+    """A graph that can be captured."""
+
+    is_open = False
+
+    def capture_begin(self, **_: object) -> None:
+        Kept.is_open = True
+
+    def capture_end(self) -> None:
+        Kept.is_open = False
+
+
+class Garbage:
+    """In a cycle, so that only the collector finds it, as it does the graphs of an engine that is gone."""
+
+    def __init__(self, collected_in_capture: list[bool]) -> None:
+        self.itself, self.collected = self, collected_in_capture
+
+    def __del__(self) -> None:
+        self.collected.append(Kept.is_open)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_no_garbage_is_collected_in_a_capture(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph given up in a capture breaks it, and all steps would run kernel by kernel from then on."""
+    llm = tiny_llm(depth=1)
+    compute, run_padded = llm._compute, llm._compute._run_padded
+    compute._use_graphs = True
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Kept)
+    collected: list[bool] = []
+    captured = []
+
+    def run(*arguments: Any) -> None:
+        if Kept.is_open:
+            captured.append(True)
+            for _ in range(3):
+                Garbage(collected)
+            [[] for _ in range(10)]  # what makes the collector run
+            return
+        run_padded(*arguments)
+
+    monkeypatch.setattr(compute, "_run_padded", run)
+    slot, thresholds = llm.engine.executor.slots[0], gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(1, 1, 1)
+    (gc.enable if is_on else gc.disable)()
+    try:
+        compute._capture(slot, (1, 0), 0)
+        assert gc.isenabled() == is_on
+    finally:
+        gc.enable()
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert captured
+    assert collected == [False] * 3
 
 
 def test_a_shape_whose_first_step_fails_is_not_captured_next(monkeypatch: pytest.MonkeyPatch) -> None:

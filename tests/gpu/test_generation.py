@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -103,6 +104,33 @@ def test_captured_mixed_steps_change_no_token() -> None:
         got, llm = tokens("llama", depth, **settings, mixed_buckets=(8, 24, 48))
         assert any(buckets[1] for _, buckets, _ in llm._compute._graphs)
         assert got == expected
+
+
+def test_an_engine_that_is_gone_breaks_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graphs are garbage, and the collector would give them up whenever it likes."""
+    expected, gone = tokens("llama", 2, **SMALL)
+    assert gone._compute._graphs
+    llm = LLM(TINY["llama"](), depth=2, device="cuda", dummy_weights=True, dtype="float32", compile=False, **SMALL)
+    compute, run_padded, captured = llm._compute, llm._compute._run_padded, []
+
+    def run(*arguments: object) -> None:
+        thresholds = gc.get_threshold()
+        if is_capturing := torch.cuda.is_current_stream_capturing():
+            gc.set_threshold(1, 1, 1)  # it would like to now
+            captured.append(True)
+        try:
+            run_padded(*arguments)
+        finally:
+            if is_capturing:
+                gc.set_threshold(*thresholds)
+
+    monkeypatch.setattr(compute, "_run_padded", run)
+    gone.itself = gone  # type: ignore[attr-defined]  # only the collector finds it
+    del gone
+    got = [output.outputs[0].token_ids for output in llm.generate(prompts(12), GREEDY)]
+    assert captured
+    assert not compute.refusal
+    assert got == expected
 
 
 def test_ranges_reach_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
