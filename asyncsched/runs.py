@@ -143,6 +143,39 @@ class RequestLog:
         for number, problem, value, allowed in self._problems():
             raise ConfigError(f"request {self.request_id[number]}: {problem}", value, allowed)
 
+    @classmethod
+    def from_outside(
+        cls,
+        request_id: Sequence[str],
+        *,
+        arrival_ns: IntArray,
+        prompt_tokens: IntArray,
+        output_tokens: IntArray,
+        first_ns: IntArray,
+        last_ns: IntArray,
+        scheduled_ns: IntArray | None = None,
+        gaps_ns: tuple[IntArray, ...] = (),
+    ) -> RequestLog:
+        """What somebody saw who was not in the engine, of requests that got all they asked for."""
+        unknown = np.full(len(request_id), UNKNOWN, dtype=np.int64)
+        return cls(
+            request_id=tuple(request_id),
+            arrival_ns=arrival_ns,
+            prompt_tokens=prompt_tokens,
+            max_tokens=output_tokens,
+            output_tokens=output_tokens,
+            priority=np.zeros(len(request_id), dtype=np.int64),
+            scheduled_ns=unknown if scheduled_ns is None else scheduled_ns,
+            first_ns=first_ns,
+            last_ns=last_ns,
+            entered_plan=unknown,
+            entered_commits=unknown,
+            aborted_plan=unknown,
+            aborted_commits=unknown,
+            finish=("length",) * len(request_id),
+            gaps_ns=gaps_ns,
+        )
+
     def __len__(self) -> int:
         return len(self.request_id)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from asyncsched.config import FIELD_NAMES
 from asyncsched.errors import ConfigError
-from asyncsched.runs import UNKNOWN, IntArray, RequestLog, Run, RunInfo
+from asyncsched.runs import RequestLog, Run, RunInfo
 
 META, REQUESTS = "meta.json", "requests.jsonl"
 TOKENS = ("input_toks", "output_toks")
@@ -114,14 +114,14 @@ def import_bench_folder(folder: Path, engine: Mapping[str, Any]) -> Run:
     nanoseconds = np.rint((times - start) * 1e9).astype(np.int64)
     arrival = np.maximum(nanoseconds[:, 0], 0)
     log = _log(
+        folder / REQUESTS,
         requests["ids"],
-        arrival,
-        requests["tokens"][:, 0],
-        requests["tokens"][:, 1],
-        np.maximum(nanoseconds[:, 2], 0),
-        nanoseconds[:, 3],
-        nanoseconds[:, 4],
-        where=folder / REQUESTS,
+        arrival_ns=arrival,
+        prompt_tokens=requests["tokens"][:, 0],
+        output_tokens=requests["tokens"][:, 1],
+        scheduled_ns=np.maximum(nanoseconds[:, 2], 0),
+        first_ns=nanoseconds[:, 3],
+        last_ns=nanoseconds[:, 4],
     )
     info = RunInfo(
         name=folder.name or folder.resolve().name,
@@ -187,15 +187,14 @@ def import_vllm_serve(path: Path, engine: Mapping[str, Any]) -> Run:
     if not whole:
         notes.append("some chunks held several tokens: only first and last token are kept")
     log = _log(
+        path,
         [f"{row[5]}" for row in rows],
-        arrival,
-        np.array([row[1] for row in rows], dtype=np.int64),
-        outputs,
-        np.full(len(rows), UNKNOWN, dtype=np.int64),
-        first,
-        last,
-        gaps=tuple(steps) if whole else (),
-        where=path,
+        arrival_ns=arrival,
+        prompt_tokens=np.array([row[1] for row in rows], dtype=np.int64),
+        output_tokens=outputs,
+        first_ns=first,
+        last_ns=last,
+        gaps_ns=tuple(steps) if whole else (),
     )
     info = RunInfo(
         name=path.stem,
@@ -245,37 +244,10 @@ def _bench_requests(path: Path) -> dict[str, Any]:
     }
 
 
-def _log(
-    ids: list[str],
-    arrival: IntArray,
-    prompt: IntArray,
-    output: IntArray,
-    scheduled: IntArray,
-    first: IntArray,
-    last: IntArray,
-    *,
-    gaps: tuple[IntArray, ...] = (),
-    where: Path,
-) -> RequestLog:
-    nothing = np.full(len(ids), UNKNOWN, dtype=np.int64)
+def _log(where: Path, ids: list[str], **columns: Any) -> RequestLog:
+    """The requests; what is wrong with them names the file."""
     try:
-        return RequestLog(
-            request_id=tuple(ids),
-            arrival_ns=arrival,
-            prompt_tokens=prompt,
-            max_tokens=output,
-            output_tokens=output,
-            priority=np.zeros(len(ids), dtype=np.int64),
-            scheduled_ns=scheduled,
-            first_ns=first,
-            last_ns=last,
-            entered_plan=nothing,
-            entered_commits=nothing,
-            aborted_plan=nothing,
-            aborted_commits=nothing,
-            finish=("length",) * len(ids),
-            gaps_ns=gaps,
-        )
+        return RequestLog.from_outside(ids, **columns)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.field}", error.value, error.allowed) from None
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from asyncsched.runs import UNKNOWN, RequestLog, Run, RunInfo
+from asyncsched.runs import RequestLog, Run, RunInfo
 from sim.predict import predict
 from sim.profile import Profile
 
@@ -63,24 +63,14 @@ def wanted(
     **engine: object,
 ) -> Run:
     """A run that has not happened: what is asked for."""
-    count = len(prompts)
-    none = np.full(count, UNKNOWN, dtype=np.int64)
-    arrival = np.array([round(ms * 1e6) for ms in arrivals_ms or [0.0] * count], dtype=np.int64)
-    requests = RequestLog(
-        request_id=tuple(f"{name}-{number}/0" for number in range(count)),
+    arrival = np.array([round(ms * 1e6) for ms in arrivals_ms or [0.0] * len(prompts)], dtype=np.int64)
+    requests = RequestLog.from_outside(
+        [f"{name}-{number}/0" for number in range(len(prompts))],
         arrival_ns=arrival,
         prompt_tokens=np.array(prompts, dtype=np.int64),
-        max_tokens=np.array(outputs, dtype=np.int64),
         output_tokens=np.array(outputs, dtype=np.int64),
-        priority=np.zeros(count, dtype=np.int64),
-        scheduled_ns=none,
         first_ns=arrival,
         last_ns=arrival,
-        entered_plan=none,
-        entered_commits=none,
-        aborted_plan=none,
-        aborted_commits=none,
-        finish=("length",) * count,
     )
     info = RunInfo(
         name=name,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from asyncsched.config import EngineConfig
-from asyncsched.runs import UNKNOWN, RequestLog
+from asyncsched.runs import RequestLog
 from sim.replay import Replayed, Workload
 from sim.request_fit import StepPrices
 
@@ -25,21 +25,12 @@ def workload(count: int = 60, *, seed: int = 0, rate: float = 6.0) -> Workload:
 
 
 def log_of(work: Workload, replayed: Replayed, planned: bool = True) -> RequestLog:
-    count = len(work.arrival_ns)
-    nothing = np.full(count, UNKNOWN, dtype=np.int64)
-    return RequestLog(
-        request_id=tuple(map(str, range(count))),
+    return RequestLog.from_outside(
+        [str(number) for number in range(len(work.arrival_ns))],
         arrival_ns=work.arrival_ns,
         prompt_tokens=work.prompt_tokens,
-        max_tokens=work.output_tokens,
         output_tokens=work.output_tokens,
-        priority=np.zeros(count, dtype=np.int64),
-        scheduled_ns=replayed.planned_ns[replayed.admitted] if planned else nothing,
+        scheduled_ns=replayed.planned_ns[replayed.admitted] if planned else None,
         first_ns=replayed.first_ns,
         last_ns=replayed.last_ns,
-        entered_plan=nothing,
-        entered_commits=nothing,
-        aborted_plan=nothing,
-        aborted_commits=nothing,
-        finish=("length",) * count,
     )

@@ -13,7 +13,7 @@ import typer
 
 from asyncsched.cli.figures import number, percent
 from asyncsched.cli.files import PICTURES, check_output, write_output
-from asyncsched.cli.inputs import AsJson, print_json
+from asyncsched.cli.inputs import MODES, AsJson, print_json
 from asyncsched.cli.kernels import kernel_share
 from asyncsched.cli.loading import (
     ENGINE,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from executors.bench import BenchRun
     from executors.llm import LLM
 
-MODES = {"sync": 1, "async": 2}
 CPU = "CPU"  # how the name of the device begins
 WARM_UP_TOKENS = 16
 PROFILED_TOKENS = 64

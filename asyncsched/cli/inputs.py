@@ -12,6 +12,8 @@ import typer
 from asyncsched.errors import MISSING, BadInputError, ConfigError
 
 LEVELS = ("ttft", "tpot", "e2el")
+MODES = {"sync": 1, "async": 2}
+"""Depths that have a name."""
 
 ScenarioFile = Annotated[
     Path | None, typer.Argument(metavar="SCENARIO", help="A scenario file, or the --json of a run; or use --preset.")

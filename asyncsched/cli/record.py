@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from asyncsched.cli.figures import number
-from asyncsched.cli.inputs import AsJson, print_json
+from asyncsched.cli.inputs import MODES, AsJson, print_json
 from asyncsched.cli.loading import (
     ENGINE,
     Device,
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from sim.workload import SyntheticWorkload, TraceWorkload
 
 WORKLOAD = "Workload"  # a panel of the help
-MODES = {"sync": 1, "async": 2}
 
 
 def record(

@@ -8,14 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from asyncsched.cli.figures import FIGURES, number
-from asyncsched.cli.inputs import AsJson, print_json
+from asyncsched.cli.inputs import MODES, AsJson, print_json
 from asyncsched.cli.runs import ProfileName, RunName, check_subject, load_profile_data, load_run
 from asyncsched.cli.validate import label
 from asyncsched.config import FIELD_NAMES
 from asyncsched.errors import MISSING, ConfigError
 
 PROFILE_SECTIONS = ("host", "copy", "gpu")
-MODES = {"sync": 1, "async": 2}
 SHOWN = ("makespan_s", "output_throughput", "ttft_ms.mean", "ttft_ms.p99", "tpot_ms.mean", "itl_ms.p99", "e2el_ms.mean")
 SHOWN_MORE = ("gpu_active", "idle.host", "idle.no_work", "steps", "preemptions")
 
