@@ -35,7 +35,7 @@ def plot_replicas(title: str, replicas: Sequence[Mapping[str, Any]], path: Path)
         waits.set(xlabel="replica", ylabel="time to first token (ms)", xlim=(-0.6, len(numbers) - 0.4))
         waits.set_ylim(bottom=0)
         waits.xaxis.get_major_locator().set_params(integer=True)
-        waits.legend(frameon=False, ncols=2)
+        waits.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 0.97))  # above every point
         for axes in (requests, active, waits):
             axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
             axes.set_axisbelow(True)

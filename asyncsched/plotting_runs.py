@@ -26,6 +26,8 @@ class Side(NamedTuple):
 
 def plot_validation(measured: Side, predicted: Side, path: Path, *, title: str) -> None:
     """Draws both over one another."""
+    from matplotlib.ticker import MaxNLocator
+
     panels = [name for name, values in measured.latencies.items() if len(values)][:3]
     with _style():
         figure = _figure(11.0, 6.4, layout="constrained")
@@ -38,7 +40,9 @@ def plot_validation(measured: Side, predicted: Side, path: Path, *, title: str) 
                     axes.step(times, counts, where="post", color=colour, linestyle=style, linewidth=1.6, label=label)
             axes.set(xlabel="time (s)", ylabel=f"requests {name}")
             axes.set_ylim(bottom=0)
-            axes.legend(frameon=False)
+            axes.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
+            # Above the frame: requests come and go all over it.
+            axes.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 0.97))
         width = 6 // max(len(panels), 1)
         for place, name in enumerate(panels):
             axes = figure.add_subplot(grid[1, width * place : width * (place + 1)])

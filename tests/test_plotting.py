@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from asyncsched import plotting
+from asyncsched import plotting, plotting_fleet, plotting_runs
 from asyncsched.errors import ConfigError
 from asyncsched.plotting import axis_label, plot_curve, plot_heatmap, plot_timeline
 from asyncsched.timeline import Span, Timeline
@@ -238,3 +238,24 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, mon
         plot_curve([{"x": 1, "y": 1}], "x", "y", path)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_legends_cover_no_line_where_lines_are_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[Figure] = []
+    for module in (plotting_runs, plotting_fleet):
+        monkeypatch.setattr(module, "_save", lambda figure, path: saved.append(figure))
+    times = list(range(60))
+    occupancy = {name: (times, [8 - time % 2 for time in times]) for name in ("running", "waiting")}
+    side = plotting_runs.Side(occupancy, {"time to first token (ms)": [1.0, 2.0]})
+    plotting_runs.plot_validation(side, side, Path("x.png"), title="A run")
+    waits = {"requests": 3, "gpu_active": 0.5, "ttft_ms": {"p50": 9.0, "p99": 10.0}}
+    plotting_fleet.plot_replicas("A fleet", [{"replica": number, **waits} for number in range(12)], Path("x.png"))
+    for figure in saved:
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            legend = axes.get_legend()
+            if legend is not None:
+                highest = max(axes.transData.transform(line.get_xydata())[:, 1].max() for line in axes.lines)
+                assert all(text.get_window_extent().y0 > highest for text in legend.get_texts())
+                assert legend.get_window_extent().y0 < figure._suptitle.get_window_extent().y0
+    assert sum(axes.get_legend() is not None for figure in saved for axes in figure.axes) == 3
