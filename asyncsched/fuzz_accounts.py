@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container
+from functools import cache
 from typing import NoReturn
 
 from asyncsched.config import EngineConfig
 from asyncsched.errors import AsyncschedError
 from asyncsched.kv import NULL_BLOCK, BlockPool
 from asyncsched.plan import StepPlan
+from asyncsched.request import Request
 from asyncsched.scheduler import Scheduler
 
 
@@ -78,25 +79,114 @@ class Quarantine:
             fail("quarantine", f"step {plan.step} offloads to blocks that a step that never came back may touch")
 
 
-def check_accounts(scheduler: Scheduler, in_flight: Iterable[int], lost_rows: set[int]) -> None:
-    """Blocks and rows: each in one state, with the owners that tables and host copies say (I3)."""
-    rows, residency = scheduler.rows, scheduler.residency
-    have, freed = rows.num_blocks.tolist(), rows.freed.tolist()
-    holding = [row for row, count in enumerate(have) if count]
-    owners = Counter(block for row in holding for block in rows.table[row, freed[row] : have[row]].tolist())
-    check_pool("KV", residency.pool, owners, in_flight)
-    copies = [request.host_copy.blocks for request in scheduler._waiting if request.host_copy is not None]
-    check_pool("host", residency.host_pool, Counter(b for blocks in copies for b in blocks), in_flight)
-    taken = {row for row, owner in enumerate(rows.owner) if owner is not None}
-    free = rows._free
-    if len(set(free)) != len(free) or not taken.isdisjoint(free) or not lost_rows.isdisjoint(free):
-        fail("I3", f"rows {free} are free, {sorted(taken)} taken, {sorted(lost_rows)} lost")
-    if len(taken | lost_rows) + len(free) != rows.capacity:
-        fail("I3", f"of {rows.capacity} rows {len(free)} are free and {len(taken | lost_rows)} taken or lost")
-    if any(owner.row != row for row, owner in enumerate(rows.owner) if owner is not None):
-        fail("I3", "a row's owner has another row")
-    if not taken.issuperset(holding):
-        fail("I3", f"rows {holding} hold blocks, {sorted(taken)} have an owner")
+class Accounts:
+    """Compares blocks and rows, each in one state, with the owners that tables and host copies say (I3).
+
+    Made for every step: it keeps copies of all that a comparison read when it last passed. Where everything equals its
+    copy, the comparison would say the same again.
+    """
+
+    def __init__(self, scheduler: Scheduler, lost_rows: set[int]) -> None:
+        self._rows = scheduler.rows
+        self._waiting = scheduler._waiting
+        self._pool, self._host_pool = scheduler.residency.pool, scheduler.residency.host_pool
+        self._lost_rows = lost_rows
+        self._holding: list[int] = []  # rows that hold blocks
+        self._tenants: list[tuple[int, Request]] = []  # rows and their owners
+        self._seen: tuple[object, ...] = ()
+        self._seen_on_host: tuple[object, ...] = ()
+        self._seen_of_rows: tuple[object, ...] = ()
+
+    def check(self, in_flight: Container[int]) -> None:
+        """`in_flight`: steps."""
+        rows, pool, host_pool = self._rows, self._pool, self._host_pool
+        have, freed, table = rows.num_blocks.tobytes(), rows.freed.tobytes(), rows.table.tobytes()
+        if (have, freed, table, pool._owners, pool._free, pool._cached, pool._fenced) != self._seen:
+            holding, owned = self._read_tables()
+            check_states("KV", pool, owned)
+            self._holding = holding
+            self._seen = have, freed, table, *_states(pool)
+        copied: list[int] = []
+        for _, _, request in self._waiting._entries:
+            if request.host_copy is not None:
+                copied += request.host_copy.blocks
+        if (copied, host_pool._owners, host_pool._free, host_pool._cached, host_pool._fenced) != self._seen_on_host:
+            check_states("host", host_pool, copied)
+            self._seen_on_host = copied, *_states(host_pool)
+        if pool._cached or pool._fences or len(pool._hash_of) != len(pool._block_of):
+            check_names_and_fences("KV", pool, in_flight)
+        if host_pool._cached or host_pool._fences or len(host_pool._hash_of) != len(host_pool._block_of):
+            check_names_and_fences("host", host_pool, in_flight)
+        if (rows.owner, rows._free, self._lost_rows, self._holding) != self._seen_of_rows:
+            self._check_rows()
+            self._seen_of_rows = rows.owner[:], rows._free[:], self._lost_rows.copy(), self._holding
+        for row, tenant in self._tenants:
+            if tenant.row != row:
+                fail("I3", f"the owner of row {row} has row {tenant.row}")
+
+    def _read_tables(self) -> tuple[list[int], list[int]]:
+        """Rows that hold blocks, and the blocks of each, one row after the other."""
+        rows = self._rows
+        freed, table = rows.freed.tolist(), rows.table
+        holding: list[int] = []
+        owned: list[int] = []
+        for row, count in enumerate(rows.num_blocks.tolist()):
+            if count:
+                holding.append(row)
+                owned += table[row, freed[row] : count].tolist()
+        return holding, owned
+
+    def _check_rows(self) -> None:
+        owners, free, lost, holding = self._rows.owner, self._rows._free, self._lost_rows, self._holding
+        tenants = [(row, tenant) for row, tenant in enumerate(owners) if tenant is not None]
+        taken = {row for row, _ in tenants}
+        if len(set(free)) != len(free) or not taken.isdisjoint(free) or not lost.isdisjoint(free):
+            fail("I3", f"rows {free} are free, {sorted(taken)} taken, {sorted(lost)} lost")
+        if len(taken | lost) + len(free) != self._rows.capacity:
+            fail("I3", f"of {self._rows.capacity} rows {len(free)} are free and {len(taken | lost)} taken or lost")
+        if not taken.issuperset(holding):
+            fail("I3", f"rows {holding} hold blocks, {sorted(taken)} have an owner")
+        self._tenants = tenants
+
+
+def check_states(name: str, pool: BlockPool, owned: list[int]) -> None:
+    """free + cached + held + fenced = all; each block is one of them and has the owners that tables and copies say.
+
+    `owned`: the blocks of all owners, one after the other.
+    """
+    free, cached, held, fenced = pool._free, pool._cached, set(owned), pool._fenced
+    if len(free) + len(cached) + len(held) + len(fenced) != pool.num_blocks:
+        fail(
+            "I3",
+            f"{name} blocks: {len(free)} free + {len(cached)} cached + {len(held)} held + {len(fenced)} fenced "
+            f"are not {pool.num_blocks}",
+        )
+    if _all_blocks(pool.num_blocks).difference(free, cached, fenced) != held:
+        fail("I3", f"{name} blocks are in two states at once, or the null block is owned")
+    owners = [0] * (pool.num_blocks + 1)
+    for block in owned:
+        owners[block] += 1
+    if owners != pool._owners:
+        fail("I3", f"{name} blocks have owners {pool._owners}, and tables and copies say {owners}")
+
+
+def check_names_and_fences(name: str, pool: BlockPool, in_flight: Container[int]) -> None:
+    """What is cached has a content, as many contents have a block, and steps in flight fence what is fenced."""
+    for step, blocks in pool._fences.items():
+        if step not in in_flight or not pool._fenced.issuperset(blocks):
+            fail("I3", f"{name} blocks {blocks} are fenced by step {step}, which is not in flight")
+    if not pool._hash_of.keys() >= pool._cached.keys() or len(pool._hash_of) != len(pool._block_of):
+        fail("I3", f"{name} blocks: {len(pool._hash_of)} have a content, {len(pool._block_of)} contents have a block")
+
+
+@cache
+def _all_blocks(count: int) -> frozenset[int]:
+    return frozenset(range(NULL_BLOCK + 1, count + 1))
+
+
+def _states(pool: BlockPool) -> tuple[object, ...]:
+    """Copies."""
+    return pool._owners[:], pool._free[:], pool._cached.copy(), pool._fenced.copy()
 
 
 def check_eviction(scheduler: Scheduler) -> None:
@@ -111,24 +201,3 @@ def check_eviction(scheduler: Scheduler) -> None:
     prefills = any(lacks_block(request.row) for request in scheduler._prefilling)  # one after the other, a block each
     if room >= max(decodes, prefills):
         fail("eviction", f"needless: {room} blocks are free or on their way, {decodes} rows lack one to decode")
-
-
-def check_pool(name: str, pool: BlockPool, owners: Counter[int], in_flight: Iterable[int]) -> None:
-    """free + cached + held + fenced = all; each block is one of them and has the owners that tables and copies say."""
-    free, cached, fenced = pool._free, pool._cached, pool._fenced
-    held = {block for block, count in enumerate(pool._owners) if count}
-    if len(free) + len(cached) + len(held) + len(fenced) != pool.num_blocks:
-        fail(
-            "I3",
-            f"{name} blocks: {len(free)} free + {len(cached)} cached + {len(held)} held + {len(fenced)} fenced "
-            f"are not {pool.num_blocks}",
-        )
-    if len(held.union(free, cached, fenced)) != pool.num_blocks or NULL_BLOCK in owners:
-        fail("I3", f"{name} blocks are in two states at once, or the null block is owned")
-    if dict(owners) != {block: pool._owners[block] for block in held}:
-        fail("I3", f"{name} blocks have other owners than tables say: {dict(owners)}")
-    for step, blocks in pool._fences.items():
-        if step not in in_flight or not fenced.issuperset(blocks):
-            fail("I3", f"{name} blocks {blocks} are fenced by step {step}, which is not in flight")
-    if not pool._hash_of.keys() >= cached.keys() or len(pool._hash_of) != len(pool._block_of):
-        fail("I3", f"{name} blocks: {len(pool._hash_of)} have a content, {len(pool._block_of)} contents have a block")

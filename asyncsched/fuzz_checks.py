@@ -2,16 +2,15 @@
 
 After every step: counts of requests (I2), token and sequence budgets, the length limit and each position sampled once
 and in order (I5, I7), every token and notice handed out against the request alone (I1, I6), overshoot rows, no use of
-what a step that never came back may touch, no read of what nobody wrote (I11); the caller adds the hazard checker (I4).
-At every eviction: the step does not fit without it. Every `check_every` steps, after every failed step and at the end:
-the accounts of blocks and rows (I3). At the end: one notice for each request, and nothing held but what is in
-quarantine.
+what a step that never came back may touch, no read of what nobody wrote (I11), the accounts of blocks and rows (I3);
+the caller adds the hazard checker (I4). At every eviction: the step does not fit without it. At the end: one notice for
+each request, and nothing held but what is in quarantine.
 """
 
 from __future__ import annotations
 
 from asyncsched.faithful import FaithfulExecutor
-from asyncsched.fuzz_accounts import Quarantine, check_accounts, check_eviction, fail
+from asyncsched.fuzz_accounts import Accounts, Quarantine, check_eviction, fail
 from asyncsched.fuzz_requests import Requests
 from asyncsched.fuzz_scenario import Scenario, Submission
 from asyncsched.lanes import Ticket
@@ -50,7 +49,6 @@ COUNTED = (
     "quarantined_blocks",
     "policy_faults",
     "engine_losses",
-    "account_checks",
 )
 
 
@@ -61,7 +59,6 @@ class Checker:
     """
 
     def __init__(self, scenario: Scenario, scheduler: Scheduler, executor: FaithfulExecutor) -> None:
-        self.scenario = scenario
         self.scheduler = scheduler
         self.executor = executor
         self.counts = dict.fromkeys(COUNTED, 0)
@@ -71,6 +68,7 @@ class Checker:
         self._most_tokens, self._most_seqs = config.max_num_batched_tokens, config.max_num_seqs
         self._vocab_size, self._depth = config.vocab_size, config.depth
         self._lost = Quarantine(config, scheduler)
+        self._accounts = Accounts(scheduler, self._lost.rows)
         self._requests = Requests(config, self.counts, self._lost, lambda: scheduler.residency.pool.num_usable)
         self._tracks = self._requests.tracks
         self._aborting = False
@@ -79,7 +77,6 @@ class Checker:
         self._causes: dict[int, str] = {}  # of requests that must end with the step being settled
         self._failed = False  # that step
         self._preemptions = 0
-        self._until_accounts = scenario.check_every
         work = sum(len(c.prompt) + c.max_tokens for c in scenario.commands if isinstance(c, Submission))
         self._most_steps = 200 + 40 * work
         scheduler.observer = self.evicting
@@ -157,7 +154,6 @@ class Checker:
             if result.stuck:
                 self._lost.add(plan)
                 self.counts["stuck_steps"] += 1
-            self._until_accounts = 1
         else:
             tokens = result.tolist()
             self.digest = hash((self.digest, *tokens))
@@ -205,7 +201,7 @@ class Checker:
                 fail("I2", f"request {track.number} never got a notice")
         if self._in_flight:
             fail("I8", f"steps {list(self._in_flight)} were never collected")
-        self._check_accounts()
+        self._accounts.check(self._in_flight)
         residency, rows, lost = self.scheduler.residency, self.scheduler.rows, self._lost
         for name, pool, losable in (
             ("KV", residency.pool, lost.losable),
@@ -297,11 +293,4 @@ class Checker:
         scheduler = self.scheduler
         if scheduler._num_submitted != sum(scheduler._totals.values()) or scheduler._num_submitted > len(self._tracks):
             fail("I2", f"{self.scheduler.counts}, {len(self._tracks)} submitted")
-        self._until_accounts -= 1
-        if self._until_accounts <= 0:
-            self._check_accounts()
-
-    def _check_accounts(self) -> None:
-        self._until_accounts = self.scenario.check_every
-        self.counts["account_checks"] += 1
-        check_accounts(self.scheduler, self._in_flight, self._lost.rows)
+        self._accounts.check(self._in_flight)

@@ -52,7 +52,6 @@ def draw_scenario(seed: int, options: FuzzOptions) -> Scenario:
         tuple(commands),
         _draw_faults(draw, options, config, horizon),
         adversary_seed=seed,
-        check_every=draw.choice((1, *(64,) * 31)),
     )
 
 

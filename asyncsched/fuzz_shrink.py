@@ -75,8 +75,6 @@ def _simpler_engines(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, adversary="lazy")
         for seed in range(min(scenario.adversary_seed, 8)):
             yield replace(scenario, adversary_seed=seed)
-    if scenario.check_every > 1:
-        yield replace(scenario, check_every=1)
     plain = {
         "batching": "continuous",
         "enable_prefix_caching": False,

@@ -370,7 +370,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_fault_is_caught_by_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncsched.fuzz.HazardChecker", NoHazards)
-    monkeypatch.setattr("asyncsched.fuzz_checks.check_accounts", lambda *_: None)
+    monkeypatch.setattr("asyncsched.fuzz_checks.Accounts.check", lambda *_: None)
     PLANTED[name](monkeypatch)
     for seed in range(300):
         finding = run_scenario(draw_scenario(seed, FuzzOptions(depths=(2, 3), faults=()))).finding

@@ -104,7 +104,6 @@ def test_files_that_are_no_scenarios_are_refused() -> None:
         {**data, "faults": [{"kind": "fire", "step": 1}]},
         {**data, "config": {**data["config"], "depth": 0}},
         {**data, "adversary": "kind"},
-        {**data, "check_every": 0},
         {**data, "commands": [{"at": 0}]},
     ):
         with pytest.raises(ConfigError):

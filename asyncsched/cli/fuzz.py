@@ -185,8 +185,6 @@ def _print_report(report: FuzzReport, command: str) -> None:
     )
     rows = [(name.replace("_", " "), str(count)) for name, count in report.counts.items()]
     print_table("exercised", ("what", "times"), rows, numbers=("times",))
-    typer.echo("Checked after every step, except block and row accounts: every 1 or 64 steps, as the seed says,")
-    typer.echo("after every failed step and at the end of every episode.")
     if report.failure is not None:
         _print_failure(report.failure, command)
 
