@@ -62,12 +62,13 @@ class Move:
 
 
 class Situation:
-    """A state, the states it would be in without each edge in question, and the moves from here that are known.
+    """A state, the states it would be in without each edge in question, and the moves and changes from here that are
+    known.
 
     `known` is what the host knows, whichever edge in question is taken out: by lane, relative to the newest operation.
     """
 
-    __slots__ = ("known", "moves", "node", "what_ifs")
+    __slots__ = ("changes", "known", "moves", "node", "what_ifs")
 
     def __init__(self, node: Node, what_ifs: WhatIfs) -> None:
         self.node = node
@@ -75,6 +76,7 @@ class Situation:
         hosts = [n.state.clocks[HOST] for n in (node, *(what_if for _, what_if in what_ifs))]
         self.known: Clock = tuple(map(min, *hosts)) if len(hosts) > 1 else hosts[0]
         self.moves: dict[Key, Move] = {}
+        self.changes: dict[int | Clock, Situation] = {}  # by the tag that goes, or what the host learns
 
 
 class _Memory:
@@ -105,6 +107,7 @@ class _Memory:
         if self.num_moves >= MAX_MOVES:
             for situation in self.situations.values():
                 situation.moves.clear()  # they lead in circles
+                situation.changes.clear()
             for node in self.nodes.values():
                 node.outcomes.clear()
             self.situations.clear()
@@ -158,11 +161,11 @@ class Order:
 
     def forget(self, tag: int) -> None:
         """A step is no more in flight, though the host has not collected it."""
-        self._change(lambda state: without_tag(state, tag))
+        self._change(tag, lambda state: without_tag(state, tag))
 
     def join(self, upto: Clock) -> None:
         """The host learnt, outside all programs, that operations up to `upto` are over (relative to the newest)."""
-        self._change(lambda state: joined(state, upto))
+        self._change(upto, lambda state: joined(state, upto))
 
     def _go(self, key: Key, shape: Shape) -> Move:
         now = self.situation
@@ -185,10 +188,14 @@ class Order:
         now.moves[key] = move
         return move
 
-    def _change(self, change: Callable[[State], State]) -> None:
+    def _change(self, what: int | Clock, change: Callable[[State], State]) -> None:
         now = self.situation
-        what_ifs = tuple((edge, _memory.node(change(node.state))) for edge, node in now.what_ifs)
-        self.situation = _memory.situation(_memory.node(change(now.node.state)), what_ifs)
+        after = now.changes.get(what)
+        if after is None:
+            what_ifs = tuple((edge, _memory.node(change(node.state))) for edge, node in now.what_ifs)
+            after = now.changes[what] = _memory.situation(_memory.node(change(now.node.state)), what_ifs)
+            _memory.note()
+        self.situation = after
 
 
 def _outcome(node: Node, key: Key, shape: Shape, without: Edge | None) -> Outcome:
