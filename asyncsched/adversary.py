@@ -22,6 +22,7 @@ ORDERS = tuple(permutations(range(len(LANES))))
 ORDERS_WITHOUT = tuple(
     tuple(tuple(lane for lane in order if lane != held) for order in ORDERS) for held in UPSTREAM_FIRST
 )
+ORDERS_OR_NONE = tuple((None,) * (tenths * len(ORDERS)) + ORDERS * (10 - tenths) for tenths in (1, 3, 6))  # of None
 ORDERS_TO = tuple(tuple(order for order in ORDERS if order[-1] == held) for held in UPSTREAM_FIRST)
 
 Order = tuple[int, ...]
@@ -68,33 +69,25 @@ class Seeded:
         self._draw = self._random.random
         self._patience = patience
         self._left = 0  # times it is asked until the mood changes
-        self._stops = 1.0  # how often it says: not now
-        self._orders = self._blocked_orders = ORDERS
+        self._answers: tuple[Order | None, ...] = ORDERS  # one of these
+        self._blocked_answers: tuple[Order, ...] = ORDERS
 
     def order(self, blocked: bool) -> Order | None:
         self._left -= 1
         if self._left < 0:
             self._change()
-        if blocked:
-            orders = self._blocked_orders
-        elif self._draw() < self._stops:
-            return None
-        else:
-            orders = self._orders
-        return orders[int(self._draw() * len(orders))]
+        answers = self._blocked_answers if blocked else self._answers
+        return answers[int(self._draw() * len(answers))]
 
     def _change(self) -> None:
         draw = self._random
         self._left = draw.randrange(1, 2 * self._patience)
-        self._orders = self._blocked_orders = ORDERS
+        self._answers = self._blocked_answers = ORDERS
         mood = draw.randrange(5)
-        if mood == 0:
-            self._stops = 0.0
-        elif mood == 1:
-            self._stops, self._blocked_orders = 1.0, (DOWNSTREAM_FIRST,)
+        if mood == 1:
+            self._answers, self._blocked_answers = (None,), (DOWNSTREAM_FIRST,)
         elif mood == 2:
             held = draw.randrange(len(LANES))
-            self._stops = 0.0
-            self._orders, self._blocked_orders = ORDERS_WITHOUT[held], ORDERS_TO[held]
-        else:
-            self._stops = draw.choice((0.1, 0.3, 0.6))
+            self._answers, self._blocked_answers = ORDERS_WITHOUT[held], ORDERS_TO[held]
+        elif mood > 2:
+            self._answers = draw.choice(ORDERS_OR_NONE)
