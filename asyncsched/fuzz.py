@@ -227,7 +227,7 @@ class Failure:
     shrunk_finding: Finding
 
 
-COLLECT_EVERY = 64  # episodes; looking for garbage all the time would take a twentieth of it
+COLLECT_EVERY = 256  # episodes; looking for garbage all the time would take a twentieth of it
 RERUN_EVERY = 64  # an episode whose seed is a multiple of this runs twice, and must do the same (I9)
 
 

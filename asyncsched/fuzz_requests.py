@@ -61,12 +61,19 @@ class Track:
         self.settled += 1
         self.safe = self.settled - self.matcher.feed(token).held
 
+    def reaches(self, count: int) -> bool:
+        """Whether the request alone has so many output tokens, as far as they were sampled; `outputs` has them then."""
+        alone, outputs, sampled = self.reference, self.outputs, self.sampled
+        while (at := len(outputs)) < count:
+            if alone.reason is not None or at >= len(sampled):
+                return False
+            alone.advance(sampled[at])
+        return True
+
     def expected(self, count: int) -> list[int]:
         """The first `count` output tokens of the request alone; fewer where it ends sooner or none was sampled."""
-        alone, outputs, sampled = self.reference, self.outputs, self.sampled
-        while (at := len(outputs)) < count and alone.reason is None and at < len(sampled):
-            alone.advance(sampled[at])
-        return outputs[:count]
+        self.reaches(count)
+        return self.outputs[:count]
 
 
 class Requests:
@@ -116,7 +123,7 @@ class Requests:
             fail("I6", f"request {number} gets token {token} after its {track.notice.reason.value} notice")
         outputs, at = track.outputs, track.got
         track.got = at + 1
-        if len(outputs) <= at and len(track.expected(at + 1)) <= at:
+        if len(outputs) <= at and not track.reaches(at + 1):
             fail("I5", f"request {number} gets output {at}, {token}, which is one too many")
         if outputs[at] != token:
             fail("I1", f"output {at} of request {number} is {token}; alone it is {outputs[at]}")
