@@ -1,6 +1,7 @@
-"""How far off is the packaged profile for another version of the code? Its predictions beside a table of runs.
+"""How far off is a profile for another version of the code? Its predictions beside a table of runs.
 
-    python experiments/drift_h200.py [--table experiments/results/h200-llama-8b-campaign.csv] [--profile h200-llama-8b]
+    python experiments/drift_h200.py [--table experiments/results/h200-llama-8b-campaign.csv]
+        [--profile experiments/results/h200-llama-8b-first-profile.toml]
         [--json] [--json-out FILE.json] [--docs docs/fidelity.md]
 
 The table has a row per run of `record_h200.py`: steps, seconds (two decimals), tokens/s (whole ones). Requests are made
@@ -22,7 +23,7 @@ import numpy as np
 import typer
 from h200_workloads import ENGINE, MODES, ON_TIGHT, SPECS, TIGHT, Spec
 from numpy.typing import NDArray
-from validate_h200 import DELAY_LIMITS, LIMITS, publish
+from validate_h200 import DELAY_LIMITS, LIMITS, around_table, publish
 
 from asyncsched.cli.files import check_output
 from asyncsched.cli.runs import load_profile
@@ -33,7 +34,8 @@ from sim.predict import predict
 from sim.profile import Profile
 from sim.workload import build_workload
 
-TABLE = Path(__file__).parent / "results" / "h200-llama-8b-campaign.csv"
+RESULTS = Path(__file__).parent / "results"
+TABLE, PROFILE = RESULTS / "h200-llama-8b-campaign.csv", RESULTS / "h200-llama-8b-first-profile.toml"
 GROUPS = ("heldout", "tight", "delay", "fit")
 HALF_SECONDS, HALF_TOKENS = 0.005, 0.5
 """The most that rounding has changed seconds and tokens/s by."""
@@ -77,7 +79,7 @@ class Drift(NamedTuple):
 
 def main(
     table: Annotated[Path, typer.Option(help="A row per run: run, steps, seconds, tokens_per_s.")] = TABLE,
-    profile: Annotated[str, typer.Option(help="A profile, packaged or a file.")] = "h200-llama-8b",
+    profile: Annotated[str, typer.Option(help="A profile, packaged or a file.")] = str(PROFILE),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     json_out: Annotated[Path | None, typer.Option(help="Write the JSON object there.")] = None,
     docs: Annotated[Path | None, typer.Option(help="Replace the table in that file.")] = None,
@@ -85,6 +87,7 @@ def main(
     """Predict, compare."""
     try:
         check_output("--json-out", json_out, (".json",))
+        around_table(docs, "drift_h200")
         prices = load_profile(profile)
         measured = _measured(table, prices)
         report = _report(prices, measured)

@@ -114,6 +114,7 @@ def main(
         check_output("--plot", plot, PICTURES)
         check_output("--profile-out", profile_out, (".toml",))
         check_output("--json-out", json_out, (".json",))
+        around_table(docs, "validate_h200")
         archives = {group: runs / f"{device}-{shape}-{group}{ARCHIVE}" for group in (*FIT, *GROUPS)}
         profile = calibrate(_fit_runs(archives), f"{shape} on {device}, fitted to the runs of the group fit")
         validations = {
@@ -351,12 +352,22 @@ def publish(
 
 def into_docs(path: Path, name: str, table: str) -> None:
     """Replaces what is between the lines `<!-- name: begin -->` and `<!-- name: end -->` of a file."""
+    before, after = around_table(path, name)
+    write_output("--docs", path, f"{before}\n{table}\n{after}".encode())
+
+
+def around_table(path: Path | None, name: str) -> tuple[str, str]:
+    """A file up to the first of these lines and from the second on. Raises ConfigError where it has not one of each."""
+    if path is None:
+        return "", ""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--docs", str(path), f"it cannot be read: {error}") from None
     if text.count(begin) != 1 or text.count(end) != 1:
-        raise SystemExit(f"error: --docs: {str(path)!r} is not allowed; it needs the lines {begin} and {end}")
-    before, after = text.split(begin)[0], text.split(end)[1]
-    write_output("--docs", path, f"{before}{begin}\n{table}\n{end}{after}".encode())
+        raise ConfigError("--docs", str(path), f"it needs the lines {begin} and {end}")
+    return text.split(begin)[0] + begin, end + text.split(end)[1]
 
 
 def _plot(rows: Sequence[Judgement], path: Path, shape: str) -> None:

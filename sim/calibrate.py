@@ -419,4 +419,5 @@ def _middle(values: FloatArray) -> float:
     if not len(values):
         return 0.0
     low, high = np.quantile(values, (0.05, 0.95))
-    return max(float(values[(values >= low) & (values <= high)].mean()), 0.0)
+    middle = values[(values >= low) & (values <= high)]
+    return max(float((middle if len(middle) else values).mean()), 0.0)  # of two, neither is in the middle

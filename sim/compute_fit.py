@@ -64,9 +64,9 @@ class ComputeSteps:
 class ComputeFit:
     """`values` are keys of GpuProfile. `predicted` is of every step, those that were not fitted too.
 
-    tables      measured over predicted as tables of ratios: of runs' decodes, and of their other steps
-    within      each step as it is predicted once it is known how slow its run was (unless runs have no table), by a fit
-                that knows nothing of its workload where `left_out` says so
+    tables      measured over predicted as tables of ratios: of runs' decodes, and of their mixed steps
+    within      each step as it is predicted once it is known how slow its run was (unless runs have no table), by fits
+                that know its workload and, where `left_out` says so, by others that do not
     """
 
     values: dict[str, Any]
@@ -85,26 +85,30 @@ def fit_compute(steps: ComputeSteps) -> ComputeFit:
         contention = _contention(steps, everything, whole)
     values, predicted = _fit(steps, everything, contention, whole)
     unseen = _unseen(steps, contention, whole)
-    within, left_out = predicted.copy(), np.zeros(len(predicted), dtype=bool)
+    left_out = ~np.isnan(unseen)
+    within = _between_fits(predicted, unseen)
     tables = []
-    for rows in (steps.decode, ~steps.decode & steps.free):
+    for rows in (steps.decode, steps.beside & steps.free):
         known: list[float] = []
+        normalised = within.copy()
         for number in range(int(steps.run.max(initial=-1)) + 1):
             mine = rows & (steps.run == number)
             if np.count_nonzero(mine) < FEW:
                 continue
             took = steps.duration[mine].sum()
-            of_run = without = took / predicted[mine].sum()
-            within[mine] = predicted[mine] * of_run
-            if not np.isnan(unseen[mine]).any():
-                without = took / unseen[mine].sum()
-                within[mine], left_out[mine] = unseen[mine] * without, True
-            known.append(float(of_run ** (1 - BETWEEN) * without**BETWEEN))
+            knowing, without = took / predicted[mine].sum(), took / unseen[mine].sum()
+            of_run = np.array([[knowing], [without]])
+            normalised[mine] = _between_fits(*(np.stack([predicted[mine], unseen[mine]]) * of_run))
+            known.append(float(_between_fits(*of_run)[0]))
         tables.append(ratios(np.array(known), np.ones(len(known))) if len(known) >= 3 else ())
-        if len(known) < 3:
-            left_out[rows] = ~np.isnan(unseen[rows])  # steps have to vary by what runs differ in
-            within[rows] = np.where(left_out[rows], unseen[rows], predicted[rows])
+        if len(known) >= 3:
+            within = normalised
     return ComputeFit(values, predicted, within, left_out, (tables[0], tables[1]))
+
+
+def _between_fits(knowing: FloatArray, without: FloatArray) -> FloatArray:
+    """Of two predictions, one by a fit that knows the workload; that one where there is no other (NaN)."""
+    return np.where(np.isnan(without), knowing, knowing ** (1 - BETWEEN) * without**BETWEEN)
 
 
 def _whole_seqs(steps: ComputeSteps, contention: float) -> int:

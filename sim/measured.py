@@ -84,7 +84,7 @@ class MeasuredCosts:
             float(np.interp(draw, QUANTILES, table)) if seed is not None and table else 1.0
             for table in (profile.jitter.run, profile.jitter.run_mixed)
         )
-        self._run = {"decode": decode, "mixed": mixed, "prefill": mixed}
+        self._run = {"decode": decode, "mixed": mixed, "prefill": 1.0}
 
     def host_ns(self, kind: str, shape: StepShape, step: int, busy: bool, now: int = 0) -> int:
         """Host work that begins at `now`; `busy`: the compute lane computes beside it."""

@@ -169,8 +169,8 @@ class JitterProfile(Section):
     decode_large     of decode steps of LARGE_SEQS sequences and more; () where they are as the others
     host             of all host work at once, over times in which the host has one speed; the tables of plan, fill,
                      launch, commit and deliver are of what is left
-    run, run_mixed   the same of the decode steps, and of the other steps, of whole runs whose workload was not fitted:
-                     what a run has in common with itself and not with others
+    run, run_mixed   the same of the decode steps, and of the mixed steps, of whole runs whose workload was not fitted:
+                     what a run has in common with itself and not with others; a run has too few prefills to tell
     """
 
     decode: Ratios = ()

@@ -244,7 +244,6 @@ def _interval(profile: Profile, kind: str) -> tuple[float, float]:
         "decode": "run",
         "decode_large": "run",
         "mixed": "run_mixed",
-        "prefill": "run_mixed",
         "eager_launch": "host",
     }
     tables = [np.array(getattr(profile.jitter, name)) for name in (kind, of_runs.get(kind, "")) if name]

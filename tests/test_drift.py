@@ -1,4 +1,4 @@
-"""The packaged profile beside a table of runs of another version of the code: what `experiments/drift_h200.py` does."""
+"""A profile beside a table of runs of another version of the code: what `experiments/drift_h200.py` does."""
 
 import csv
 import importlib
@@ -15,6 +15,7 @@ from asyncsched.cli.runs import load_profile
 
 ROOT = Path(__file__).parent.parent
 CAMPAIGN = ROOT / "experiments" / "results" / "h200-llama-8b-campaign.csv"
+FIRST = ROOT / "experiments" / "results" / "h200-llama-8b-first-profile.toml"
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def few(drift: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def planted(drift: ModuleType, path: Path, host: float, gpu: float) -> None:
     """A table of runs that took what the profile with these factors says, rounded as in a campaign's."""
-    profile = load_profile("h200-llama-8b")
+    profile = load_profile(str(FIRST))
     lines = ["run,steps,seconds,tokens_per_s"]
     for group in drift.GROUPS:
         for name, run in drift._asked(group, profile):
@@ -67,7 +68,7 @@ def test_factors_know_nothing_of_the_groups_that_are_judged(few: ModuleType, tmp
     """A table whose other groups are twice as slow gives the same factors, and shows the error."""
     path = tmp_path / "table.csv"
     planted(few, path, 0.6, 0.97)
-    profile = load_profile("h200-llama-8b")
+    profile = load_profile(str(FIRST))
     before = few._measured(path, profile)
     slow = [row if row.group == "fit" else row._replace(seconds=2 * row.seconds) for row in before]
     first, second = (few._report(profile, rows) for rows in (before, slow))
@@ -103,7 +104,7 @@ def test_a_bad_table_is_one_line(drift: ModuleType, tmp_path: Path, text: str) -
 def test_the_campaign_is_of_these_workloads(drift: ModuleType) -> None:
     """Tokens over seconds give the rates of all 90 runs, and requests that come all at once take as many steps as the
     simulator makes of them."""
-    profile = load_profile("h200-llama-8b")
+    profile = load_profile(str(FIRST))
     rows: dict[str, Any] = {row["run"]: row for row in csv.DictReader(CAMPAIGN.read_text().splitlines())}
     asked = {name: (group, run) for group in drift.SPECS for name, run in drift._asked(group, profile)}
     assert set(asked) == set(rows)
