@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from asyncsched.errors import AsyncschedError
 from asyncsched.request import SamplingParams
+from executors.garbage import old_objects_stay
 from executors.llm import LLM, Prompt
 from executors.outputs import RequestOutput, StreamPiece
 
@@ -101,27 +102,32 @@ class AsyncEngine:
         self._wake.set()
 
     def _drive(self) -> None:
-        """The driving thread: calls, then steps, until it is told to stop."""
+        """The driving thread: calls and steps, and the end of both."""
         cause: Exception = EngineStoppedError("the engine was shut down")
         try:
-            while True:
-                self._wake.clear()  # before the question: who stops it sets this behind that
-                if self._stopping:
-                    break
-                while self._calls:
-                    self._calls.popleft()()
-                results = self._llm.run()
-                if results is None:
-                    self._wake.wait()
-                else:
-                    self._deliver(results)
-            self._end_all()
+            with old_objects_stay():
+                self._run()
+                self._end_all()
         except Exception as error:  # whoever waits must learn of it, whatever it is
             cause = EngineStoppedError(f"the engine failed: {type(error).__name__}: {error}")
             cause.__cause__ = error
         self._stopping = True
         for listener in list(self._listeners.values()):
             listener.put(cause)
+
+    def _run(self) -> None:
+        """Until it is told to stop."""
+        while True:
+            self._wake.clear()  # before the question: who stops it sets this behind that
+            if self._stopping:
+                return
+            while self._calls:
+                self._calls.popleft()()
+            results = self._llm.run()
+            if results is None:
+                self._wake.wait()
+            else:
+                self._deliver(results)
 
     def _end_all(self) -> None:
         """Nothing of this engine stays behind in the `LLM`, which may be used again."""

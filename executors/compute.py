@@ -12,10 +12,9 @@ kernel by kernel.
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -23,6 +22,7 @@ import torch
 from asyncsched.config import EngineConfig
 from asyncsched.inputs import Buckets
 from asyncsched.plan import NO_SOURCE, StepPlan
+from executors.garbage import nothing_is_collected
 from executors.kv_cache import KvCache
 from executors.models import Model
 from executors.sampling import sample
@@ -234,7 +234,7 @@ class ComputeLane:
     def _capture(self, slot: Slot, buckets: Buckets, features: int) -> torch.cuda.CUDAGraph:
         """Records a padded step on the current stream; runs nothing. Raises what the step raises."""
         graph = torch.cuda.CUDAGraph()
-        with _garbage_stays():
+        with nothing_is_collected():  # graphs of an engine that is gone, given up in a capture, would break it
             # Not `torch.cuda.graph`, which synchronizes the device and collects garbage first: steps are in flight.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -296,16 +296,3 @@ class ComputeLane:
 
         self._host_keys = tuple(like(pool) for pool in self.kv.keys)
         self._host_values = tuple(like(pool) for pool in self.kv.values)
-
-
-@contextmanager
-def _garbage_stays() -> Iterator[None]:
-    """Meanwhile nothing is collected: graphs of an engine that is gone may be garbage, and giving one up in a capture
-    breaks it."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -30,6 +30,7 @@ from executors.engine import DEAD, Engine
 from executors.errors import EngineDeadError, one_line
 from executors.executor import Executor, Lanes
 from executors.frontend import Frontend, core_id
+from executors.garbage import old_objects_stay
 from executors.model_files import load_tokenizer
 from executors.models import Model
 from executors.nvtx import mark, recorder
@@ -285,19 +286,20 @@ class LLM:
         left = set(ids)
         mine: deque[Result] = deque()
         self._claims.update(dict.fromkeys(ids, mine))
-        try:
-            while left:
-                if not mine and not self._step():
-                    raise AsyncschedError(f"the engine stopped with {len(left)} requests unfinished")
-                while mine:
-                    result = mine.popleft()
-                    if isinstance(result, RequestOutput):
-                        left.discard(result.request_id)
-                    yield result
-        finally:
-            for request_id in ids:
-                del self._claims[request_id]
-            self._abort([request_id for request_id in ids if request_id in left])
+        with old_objects_stay():
+            try:
+                while left:
+                    if not mine and not self._step():
+                        raise AsyncschedError(f"the engine stopped with {len(left)} requests unfinished")
+                    while mine:
+                        result = mine.popleft()
+                        if isinstance(result, RequestOutput):
+                            left.discard(result.request_id)
+                        yield result
+            finally:
+                for request_id in ids:
+                    del self._claims[request_id]
+                self._abort([request_id for request_id in ids if request_id in left])
 
     def _step(self) -> bool:
         """Runs, and gives the results to whoever drives the engine for them. False when there is nothing to do."""

@@ -24,6 +24,7 @@ from asyncsched.request import SamplingParams
 from asyncsched.run_log import RunLog
 from asyncsched.runs import Run, RunInfo
 from asyncsched.timeline import Span
+from executors.garbage import old_objects_stay
 from executors.host_probe import Reading, read_host_speed
 from executors.llm import LLM
 
@@ -69,7 +70,8 @@ class Recorder:
         first_span = len(llm.timeline.spans)  # type: ignore[union-attr]  # checked when the recorder was made
         memory = _allocations(llm)
         clock = [_Reading.of(llm)]
-        with self._watching(), _no_collections():
+        gc.collect()
+        with self._watching(), old_objects_stay():
             before, began = read_host_speed(), time.time()
             started, on_cpu = time.perf_counter_ns() + round(LEAD_S * 1e9), time.thread_time_ns()
             _serve(llm, requests, started)
@@ -262,17 +264,6 @@ def _wait_until(end_ns: int) -> None:
     while (left := (end_ns - time.perf_counter_ns()) / 1e9) > 0:
         if left > SPIN_S:
             time.sleep(left - SPIN_S)
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Garbage is collected before, and what survives is left alone: a collection of everything stops a run for long."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _allocations(llm: LLM) -> tuple[int, int]:

@@ -1,0 +1,103 @@
+"""The garbage collector stays out of the way of an engine, and is as it was behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from test_llm import GREEDY, PROMPTS, tiny_llm
+
+from executors.async_engine import AsyncEngine
+from executors.garbage import nothing_is_collected, old_objects_stay
+from executors.llm import LLM
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    yield
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def frozen_in_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each step, whether old objects stay."""
+    seen: list[bool] = []
+    run = llm.engine.run
+
+    def watched() -> bool:
+        seen.append(gc.get_freeze_count() > 0)
+        return run()
+
+    monkeypatch.setattr(llm.engine, "run", watched)
+    return seen
+
+
+def test_while_an_llm_generates_or_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = tiny_llm()
+    seen = frozen_in_steps(llm, monkeypatch)
+    llm.generate(PROMPTS, GREEDY)
+    assert len(seen) > 2
+    stream = llm.stream(PROMPTS, GREEDY)
+    next(stream)
+    assert gc.get_freeze_count() > 0
+    stream.close()
+    assert gc.get_freeze_count() == 0
+    assert all(seen)
+
+
+def test_while_an_engine_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve() -> int:
+        engine = AsyncEngine(llm)
+        async for _ in engine.generate(PROMPTS[0], GREEDY):
+            pass
+        frozen = gc.get_freeze_count()
+        await engine.shutdown()
+        return frozen
+
+    llm = tiny_llm()
+    seen = frozen_in_steps(llm, monkeypatch)
+    assert asyncio.run(serve()) > 0
+    assert seen
+    assert all(seen)
+
+
+def test_what_is_made_meanwhile_is_collected() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            gone.append(True)
+
+    gone: list[bool] = []
+    with old_objects_stay():
+        Cycle()
+        gc.collect()
+    assert gone
+
+
+def test_what_somebody_froze_for_good_stays_so() -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    try:
+        with old_objects_stay():
+            assert gc.get_freeze_count() == before
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_collector_is_off_and_then_as_it_was(is_on: bool) -> None:
+    (gc.enable if is_on else gc.disable)()
+    try:
+        with nothing_is_collected():
+            assert not gc.isenabled()
+        assert gc.isenabled() == is_on
+    finally:
+        gc.enable()
