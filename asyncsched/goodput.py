@@ -1,4 +1,4 @@
-"""Service levels: which requests were served well enough. Knows metrics, no scheduler and no clock.
+"""Service levels: which requests were served well enough. Knows times of requests, no scheduler and no clock.
 
 Names and meaning are those of vLLM's benchmark: a request is good when it ended by a stop or by length and meets every
 level. One that has a single token has no TPOT, and meets any.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncsched.metrics import ServingMetrics
+from asyncsched.request_table import RequestTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +22,12 @@ class ServiceLevels:
     tpot_ms: float | None = None
     e2el_ms: float | None = None
 
-    def met(self, metrics: ServingMetrics) -> NDArray[np.bool_]:
-        """bool[requests]: which are good."""
-        count = metrics.num_requests
-        arrival, first, last = metrics.arrival_ns[:count], metrics.first_ns[:count], metrics.last_ns[:count]
-        tokens = metrics.num_tokens[:count]
-        good = metrics.completed[:count] & (tokens > 0)
+    def met(self, requests: RequestTable) -> NDArray[np.bool_]:
+        """bool[requests.count]: which are good."""
+        count = requests.count
+        arrival, first, last = requests.arrival_ns[:count], requests.first_ns[:count], requests.last_ns[:count]
+        tokens = requests.num_tokens[:count]
+        good = requests.completed[:count] & (tokens > 0)
         if self.ttft_ms is not None:
             good &= (first - arrival) <= self.ttft_ms * 1e6
         if self.tpot_ms is not None:

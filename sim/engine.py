@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import simpy
-from numpy.typing import NDArray
 from simpy.events import EventPriority
 
 from asyncsched.errors import AsyncschedError
@@ -35,9 +34,6 @@ MOST_AHEAD = 64  # steps of a leap that the world may cut short
 MOST_UNWATCHED = 64  # steps or leaps between two events of an engine
 
 
-NO_POSITIONS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-
-
 class StuckError(AsyncschedError):
     """Requests are left, nothing is in flight and nothing will arrive: a fault of the scheduler or of a policy."""
 
@@ -54,11 +50,10 @@ class Moment(simpy.Event):
 class SimEngine:
     """Interprets one scheduler's programs.
 
-    last_positions  where the last token of each request will stand, by number; `submit` adds to them
+    metrics         where the run is written down; none is an empty one
     leaps           pass stretches in which nothing is decided at once: the same results, sooner
     alone           nothing else in the environment happens often: a leap may end where anything does
     on_end          is told of notices at the moment they are delivered; it must not submit anything at that moment
-    most_gaps       as in `ServingMetrics`
     on_delivery     is called behind every delivery at measured prices: may hand over what has arrived since
     on_plan         is shown every plan that is made, before its host work is paid for; a leap makes none
     on_collect      is shown every plan whose tokens are there, before they are committed; a leap shows none
@@ -69,13 +64,12 @@ class SimEngine:
         env: simpy.Environment,
         scheduler: Scheduler,
         costs: CostModel | MeasuredCosts,
-        last_positions: NDArray[np.int64] = NO_POSITIONS,
         *,
+        metrics: ServingMetrics | None = None,
         timeline: Timeline | None = None,
         leaps: bool = True,
         alone: bool = True,
         on_end: Callable[[Sequence[Finished]], None] | None = None,
-        most_gaps: int = 1 << 20,
         on_plan: Callable[[StepPlan], None] | None = None,
         on_collect: Callable[[StepPlan], None] | None = None,
         on_delivery: Callable[[], None] | None = None,
@@ -86,7 +80,7 @@ class SimEngine:
         self._on_collect = on_collect
         self._on_delivery = on_delivery
         self.inbox = Inbox()
-        self.metrics = ServingMetrics(most_gaps)
+        self.metrics = metrics or ServingMetrics()
         self.lanes: Lanes | MeasuredLanes = (
             MeasuredLanes(costs, timeline, scheduler.config.sliding_window)
             if isinstance(costs, MeasuredCosts)
@@ -100,10 +94,12 @@ class SimEngine:
         self.ended_ns = 0
         self._alone = alone
         self._on_end = on_end
-        self._last_positions = last_positions
         self._leaps = leaps and not isinstance(costs, MeasuredCosts)  # measured lanes are stepped
         self._wake: simpy.Event | None = None
         self._leaping: simpy.Process | None = None  # ourselves, while a leap may be cut short
+        # Where the last token of a request stands: of each that has not ended, by number; and by row of the scheduler.
+        self._last_of: dict[int, int] = {}
+        self._last_positions = np.zeros(scheduler.rows.capacity, dtype=np.int64)
         self._shapes = [StepShape(0, 0, 0, 0, 0, 0, 0, 0)] * scheduler.config.depth  # of the steps in flight, by slot
         self._in_flight = 0
         self._submitted = 0
@@ -119,14 +115,15 @@ class SimEngine:
 
     def submit(self, request: Submit, last_position: int) -> None:
         """A request arrives now; the last token it will get stands at `last_position`."""
-        number = self.metrics.num_requests
-        if number >= len(self._last_positions):
-            more = np.zeros(max(number, 64), dtype=np.int64)
-            self._last_positions = np.concatenate((self._last_positions, more))
-        self._last_positions[number] = last_position
-        self.metrics.arrived(number, int(self.env.now))
+        self.arrived(last_position)
         self.inbox.put(request)
         self.notify()
+
+    def arrived(self, last_position: int) -> None:
+        """A request arrives now, and is put into the inbox by the caller."""
+        number = self.metrics.num_requests
+        self._last_of[number] = last_position
+        self.metrics.arrived(number, int(self.env.now))
 
     @property
     def host_ns(self) -> int:
@@ -210,6 +207,9 @@ class SimEngine:
     def _planned(self, plan: StepPlan) -> None:
         self._shapes[plan.slot] = StepShape.of(plan, self.scheduler.config.sliding_window)
         self.steps += 1
+        if plan.num_decodes < len(plan.rows):  # who gets a row begins with a prefill
+            numbers = plan.requests[plan.num_decodes :].tolist()
+            self._last_positions[plan.rows[plan.num_decodes :]] = [self._last_of[number] for number in numbers]
         if self.log is not None:
             self.log.planned(plan)
         if self.on_plan is not None:
@@ -226,14 +226,14 @@ class SimEngine:
 
     def _tokens(self, plan: StepPlan) -> TokenArray:
         """What the simulated model samples: END where a request has generated all it will."""
-        last = self._last_positions[self.scheduler.rows.request[plan.sampled]]
-        return (plan.sampled_ends >= last).astype(np.int32)  # END is 1 and TEXT is 0
+        return (plan.sampled_ends >= self._last_positions[plan.sampled]).astype(np.int32)  # END is 1 and TEXT is 0
 
     def _deliver(self, output: StepOutput, now_ns: int) -> None:
         self.metrics.delivered(output, now_ns)
         if self.log is not None:
             self.log.delivered(now_ns, output)
         for notice in output.finished:
+            del self._last_of[notice.number]
             if notice.reason is FinishReason.REJECTED:
                 self.rejections.append(f"request {notice.request_id}: {notice.message}")
         if output.finished and self._on_end is not None:
@@ -248,7 +248,7 @@ class SimEngine:
         until = self.env.peek() if self._alone else math.inf
         # Of the tokens that are collected none must be END but where a row reaches its length limit.
         steps, ahead = stretch.steps, len(in_flight)
-        until_end = self._last_positions[stretch.requests] - stretch.starts
+        until_end = self._last_positions[stretch.rows] - stretch.starts
         by_content = until_end < stretch.left
         if True in by_content.tobytes():
             steps = min(steps, int(np.minimum.reduce(until_end[by_content])) + ahead - 1)
@@ -295,6 +295,8 @@ class SimEngine:
             together = passed.repeated <= stretch.together + passed.behind
             metrics.delivered_each(stretch.requests, times, None if together else stretch.left + passed.behind)
             metrics.finished(passed.finished)
+            for notice in passed.finished:
+                del self._last_of[notice.number]
         for plan in passed.in_flight:
             if plan.step >= stretch.step:
                 self._shapes[plan.slot] = StepShape.of(plan)
@@ -304,7 +306,7 @@ class SimEngine:
         """What the steps of a leap sampled."""
         stretch = effect.stretch
         tokens = [self._tokens(plan) for plan in effect.in_flight[:steps]]
-        last = self._last_positions[stretch.requests]
+        last = self._last_positions[stretch.rows]
         return Leaped(steps, tokens, TEXT, (stretch.starts + stretch.left >= last).astype(np.int32))
 
     def _idle(self) -> Generator[simpy.Event, Any, None]:

@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 
 import simpy
 
+from asyncsched.metrics import MOST_REQUESTS, ServingMetrics
 from asyncsched.pipeline import Submit
 from asyncsched.request import Finished, SamplingParams
 from asyncsched.scheduler import Scheduler
@@ -44,9 +45,12 @@ class Fleet:
         self._scenario = scenario
         self._router = load_router(scenario.replicas.router)
         self._loads = _Loads(count)
-        self.numbers = [array("q") for _ in range(count)]  # of each replica's requests, in the workload
+        # Of each replica's requests, in the workload; None when there are too many.
+        self.numbers: list[array[int]] | None = [array("q") for _ in range(count)]
         watched = scenario.workload.max_concurrency is not None
         watched |= count > 1 and getattr(self._router, "sees_load", True)
+        self._is_watched = watched
+        levels = scenario.levels()
         self.logs: list[list[str]] | None = [[] for _ in range(count)] if decisions else None
         config = scenario.engine_config()
         engines = {
@@ -58,7 +62,9 @@ class Fleet:
                 leaps=leaps,
                 alone=count == 1,
                 on_end=partial(self._loads.ended, number) if watched else None,
-                most_gaps=max(MOST_GAPS // count, 1 << 14),
+                metrics=ServingMetrics(
+                    most_requests=MOST_REQUESTS, most_gaps=max(MOST_GAPS // count, 1 << 14), levels=levels
+                ),
             )
             for number in (range(count) if order is None else order)
         }
@@ -95,10 +101,16 @@ class Fleet:
         if len(self.engines) > 1:
             routed = Routed(number, int(self._env.now), prompt, arrival.max_tokens, arrival.priority)
             chosen = ask(self._router, routed, self._loads.replicas)
-        self._loads.came(chosen, arrival.prompt_tokens + arrival.max_tokens)
-        self.numbers[chosen].append(number)
-        last_position = arrival.prompt_tokens + arrival.output_tokens - 1
-        self.engines[chosen].submit(Submit(str(number), prompt, params, arrival.priority), last_position)
+        request = Submit(str(number), prompt, params, arrival.priority)
+        if self._is_watched:
+            self._loads.came(chosen, request.request_id, arrival.prompt_tokens + arrival.max_tokens)
+        if number == MOST_REQUESTS:
+            self.numbers = None
+            for engine in self.engines:
+                engine.metrics.let_go()
+        if self.numbers is not None:
+            self.numbers[chosen].append(number)
+        self.engines[chosen].submit(request, arrival.prompt_tokens + arrival.output_tokens - 1)
 
 
 class _Loads:
@@ -108,20 +120,20 @@ class _Loads:
     def __init__(self, count: int) -> None:
         self.replicas = [Replica(number) for number in range(count)]
         self.num_ended = 0
-        self._sizes = [array("q") for _ in range(count)]  # prompt and max_tokens of each replica's requests
+        self._sizes: dict[str, int] = {}  # prompt and max_tokens of each request that has not ended
         self._next_end: simpy.Event | None = None
 
-    def came(self, number: int, size: int) -> None:
+    def came(self, number: int, request_id: str, size: int) -> None:
         replica = self.replicas[number]
         replica.num_requests += 1
         replica.num_tokens += size
-        self._sizes[number].append(size)
+        self._sizes[request_id] = size
 
     def ended(self, number: int, notices: Sequence[Finished]) -> None:
-        replica, sizes = self.replicas[number], self._sizes[number]
+        replica = self.replicas[number]
         for notice in notices:
             replica.num_requests -= 1
-            replica.num_tokens -= sizes[notice.number]
+            replica.num_tokens -= self._sizes.pop(notice.request_id)
         self.num_ended += len(notices)
         if self._next_end is not None:
             self._next_end.succeed()

@@ -69,7 +69,7 @@ def predicted_summary(run: Run, profile: Profile, **engine: Any) -> dict[str, An
         "preemptions": simulated.scheduler.preemptions,
         "overshoot_tokens": metrics.overshoot_tokens,
         "aborted_tokens": aborted_tokens,
-        "notes": [],
+        "notes": list(metrics.notes),
     }
 
 
@@ -93,7 +93,6 @@ def _simulated(
         env,
         scheduler,
         costs,
-        _last_positions(run.requests),
         timeline=timeline,
         on_delivery=driver.hand_over,
         on_collect=driver.collected if "abort" in run.requests.finish else None,
@@ -115,11 +114,11 @@ def replay(run: Run, on_plan: Callable[[StepPlan], None] | None = None) -> tuple
     scheduler = Scheduler(config)
     env = simpy.Environment(initial_time=0)
     costs = MeasuredCosts(Profile(), depth=config.depth, seed=None)
-    engine = SimEngine(env, scheduler, costs, _last_positions(run.requests), on_plan=on_plan)
+    engine = SimEngine(env, scheduler, costs, on_plan=on_plan)
     engine.log = log = RunLog(scheduler)
     engine.inbox = _ReplayInbox(_commands(run.requests), lambda: Entry(scheduler.plans, log.commits))
-    for number in range(len(run.requests)):
-        engine.metrics.arrived(number, 0)
+    for last_position in _last_positions(run.requests).tolist():
+        engine.arrived(last_position)
     env.run(env.process(engine.run()))
     return log.decisions()
 
@@ -214,13 +213,14 @@ class _Driver:
 
     def serve(self, env: simpy.Environment, engine: SimEngine) -> Generator[simpy.Event, Any, None]:
         self._engine = engine
+        last_positions = _last_positions(self._requests).tolist()
         for at, aborted, number in self._events:
             if at > env.now:
                 yield env.timeout(at - env.now)
             if aborted:
                 self._arrived.append(Abort(self._requests.request_id[number]))
             else:
-                engine.metrics.arrived(number, int(env.now))
+                engine.arrived(last_positions[number])
                 self._arrived.append(_submit(self._requests, number))
             if not engine.scheduler.has_requests:
                 self.hand_over()

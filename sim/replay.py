@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from asyncsched.config import EngineConfig
 from asyncsched.errors import ConfigError
+from asyncsched.metrics import ServingMetrics
 from asyncsched.pipeline import Submit
 from asyncsched.plan import StepPlan, StepShape
 from asyncsched.request import SamplingParams
@@ -61,7 +62,8 @@ def replay(
     count = len(workload.arrival_ns)
     env = simpy.Environment(initial_time=0)
     steps = _Steps(workload)
-    engine = SimEngine(env, scheduler, costs, np.zeros(count, dtype=np.int64), leaps=False, on_plan=steps.note)
+    metrics = ServingMetrics(most_requests=count)  # which are all there in the end
+    engine = SimEngine(env, scheduler, costs, metrics=metrics, leaps=False, on_plan=steps.note)
     steps.host_ns = lambda: engine.host_ns
     env.process(_arrive(env, engine, workload, config.enable_prefix_caching))
     process = env.process(engine.run())
@@ -73,14 +75,11 @@ def replay(
                 env.step()
     if engine.rejections:
         raise ConfigError("num_blocks", config.num_blocks, engine.rejections[0])
-    metrics = engine.metrics
+    requests = metrics.requests
     first_ns, last_ns = (np.full(count, UNKNOWN, dtype=np.int64) for _ in range(2))
-    known = min(count, len(metrics.first_ns))
-    first_ns[:known] = metrics.first_ns[:known]
-    got = np.zeros(count, dtype=np.int64)
-    got[:known] = metrics.num_tokens[:known]
-    done = got == workload.output_tokens
-    last_ns[done] = metrics.last_ns[:count][done[: len(metrics.last_ns)].nonzero()[0]]
+    first_ns[: requests.count] = requests.first_ns[: requests.count]
+    done = np.flatnonzero(requests.num_tokens[: requests.count] == workload.output_tokens[: requests.count])
+    last_ns[done] = requests.last_ns[done]
     planned_ns = np.array(steps.planned_ns, dtype=np.int64)
     return Replayed(
         first_ns,
@@ -129,7 +128,8 @@ def _ended(planned_ns: IntArray, forward_ns: list[int]) -> IntArray:
 
 
 def _has(engine: SimEngine, number: int, tokens: int) -> bool:
-    return number < len(engine.metrics.num_tokens) and int(engine.metrics.num_tokens[number]) >= tokens
+    requests = engine.metrics.requests
+    return number < requests.count and int(requests.num_tokens[number]) >= tokens
 
 
 def _arrive(

@@ -74,7 +74,7 @@ class Result:
             "overshoot_tokens": self.metrics.overshoot_tokens,
             "kv_peak": self.kv_peak / self.scenario.engine_config().num_blocks,
             "prefix_cache": self._prefix_cache(),
-            "notes": list(self.workload.notes),
+            "notes": [*self.workload.notes, *self.metrics.notes],
             **({"router": self.scenario.replicas.router, "replicas": list(self.replicas)} if self.replicas else {}),
             "wall_s": self.wall_s,
             "seed": self.scenario.seed,
@@ -83,10 +83,9 @@ class Result:
 
     def _goodput(self, makespan_s: float) -> dict[str, float] | None:
         """None without service levels. The share is of all requests that arrived."""
-        levels = self.scenario.levels()
-        if levels is None:
+        if self.scenario.levels() is None:
             return None
-        good = int(np.count_nonzero(levels.met(self.metrics)))
+        good = self.metrics.num_good
         return {
             "requests": good,
             "share": good / self.metrics.num_requests,
@@ -144,7 +143,7 @@ def report(scenario: Scenario, workload: Workload, fleet: Fleet, started: float)
     replicas: tuple[dict[str, Any], ...] = ()
     log = None if fleet.logs is None else fleet.logs[0]
     if len(engines) > 1:
-        numbers = [np.array(numbers, dtype=np.int64) for numbers in fleet.numbers]
+        numbers = None if fleet.numbers is None else [np.array(each, dtype=np.int64) for each in fleet.numbers]
         metrics = ServingMetrics.merged([engine.metrics for engine in engines], numbers)
         account = _summed([engine.account for engine in engines], makespan_ns)
         replicas = tuple(_describe(engine, number, makespan_ns) for number, engine in enumerate(engines))

@@ -71,12 +71,12 @@ def simulated_log(llm: LLM, taken: Commands, outputs: Outputs) -> list[str]:
     log: list[str] = []
     scheduler = Scheduler(llm.config, log=log)
     submits = [command for _, command in taken if isinstance(command, Submit)]
-    ends = np.array([_last_position(command, outputs[command.request_id]) for command in submits], dtype=np.int64)
+    ends = [_last_position(command, outputs[command.request_id]) for command in submits]
     env = simpy.Environment(initial_time=0)
-    engine = SimEngine(env, scheduler, load_preset("hf-8b-bs32").costs(), ends, leaps=False)  # commands come by plan
+    engine = SimEngine(env, scheduler, load_preset("hf-8b-bs32").costs(), leaps=False)  # commands come by plan
     engine.inbox = ReplayInbox(scheduler, [(plan, _simulated(command, outputs)) for plan, command in taken])
-    for number in range(len(submits)):
-        engine.metrics.arrived(number, 0)
+    for end in ends:
+        engine.arrived(end)
     env.run(env.process(engine.run()))
     return log
 

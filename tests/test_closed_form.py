@@ -104,9 +104,9 @@ def simulated(steps: list[Times], depth: int, batch: int = 1, output_sync: int =
     env, log = simpy.Environment(), []
     config = EngineConfig(depth=depth, max_num_seqs=batch, max_model_len=len(steps) + 1, num_blocks=64)
     costs = TableCosts(steps, output_sync)
-    engine = SimEngine(env, Scheduler(config, log=log), costs, np.full(batch, len(steps)), timeline=Timeline())
+    engine = SimEngine(env, Scheduler(config, log=log), costs, timeline=Timeline())
     for number in range(batch):
-        engine.metrics.arrived(number, 0)
+        engine.arrived(len(steps))
         engine.inbox.put(Submit(str(number), np.zeros(1, dtype=np.int32), SamplingParams(max_tokens=len(steps))))
     engine.inbox.close()
     env.run(env.process(engine.run()))

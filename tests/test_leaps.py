@@ -63,16 +63,15 @@ class Case(NamedTuple):
 def run(case: Case, *, leaps: bool) -> tuple[dict[str, Any], SimEngine]:
     """Everything that a run leaves behind."""
     env, log = simpy.Environment(), []
-    last = np.array([entry.last for entry in case.script if isinstance(entry.command, Submit)], dtype=np.int64)
     scheduler = Scheduler(case.config, log=log)
     scheduler.rows.tokens[:] = 77  # what nobody wrote is seen where it is read
     ended, end = [], scheduler._end
     scheduler._end = lambda *args: ended.append(end(*args)) or ended[-1]
-    engine = SimEngine(env, scheduler, prices(case), last, timeline=Timeline(), leaps=leaps)
+    engine = SimEngine(env, scheduler, prices(case), timeline=Timeline(), leaps=leaps)
     env.process(_world(env, engine, case.script))
     env.run(env.process(engine.run()))
     metrics, rows, pool = engine.metrics, scheduler.rows, scheduler.residency.pool
-    count = metrics.num_requests
+    table = metrics.requests
     return {
         "log": log,
         "spans": engine.timeline.spans,
@@ -86,8 +85,8 @@ def run(case: Case, *, leaps: bool) -> tuple[dict[str, Any], SimEngine]:
         "preemptions": scheduler.preemptions,
         "tokens": (metrics.output_tokens, metrics.overshoot_tokens, metrics.ended, engine.rejections),
         "requests": [
-            values[:count].tolist()
-            for values in (metrics.arrival_ns, metrics.first_ns, metrics.last_ns, metrics.num_tokens, metrics.completed)
+            values[: table.count].tolist()
+            for values in (table.arrival_ns, table.first_ns, table.last_ns, table.num_tokens, table.completed)
         ],
         "gaps": metrics.gaps().tolist(),
         "ended": [(notice.request_id, notice.reason, notice.token_ids.tolist()) for notice in ended],
@@ -101,13 +100,11 @@ def prices(case: Case) -> CostModel:
 
 
 def _world(env: simpy.Environment, engine: SimEngine, script: tuple[Entry, ...]):
-    number = 0
-    for time_ns, command, _ in script:
+    for time_ns, command, last in script:
         if time_ns > env.now:
             yield env.timeout(time_ns - env.now)
         if isinstance(command, Submit):
-            engine.metrics.arrived(number, int(env.now))
-            number += 1
+            engine.arrived(last)
         engine.inbox.put(command)
         engine.notify()
     engine.inbox.close()

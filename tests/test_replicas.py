@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutants.patching import Rewrite
 
+import asyncsched.request_table
 import sim.fleet
 from asyncsched.cli.app import run as main
 from asyncsched.errors import ConfigError, PolicyError
@@ -55,8 +56,8 @@ def scenario(count: int, router: str = "round-robin", **changes: Any) -> Scenari
 def told(result: Result) -> dict[str, Any]:
     summary = result.summary()
     del summary["wall_s"]
-    metrics, count = result.metrics, result.metrics.num_requests
-    arrays = (metrics.arrival_ns, metrics.first_ns, metrics.last_ns, metrics.num_tokens, metrics.completed)
+    table, count = result.metrics.requests, result.metrics.requests.count
+    arrays = (table.arrival_ns, table.first_ns, table.last_ns, table.num_tokens, table.completed)
     return {**summary, "requests": [values[:count].tolist() for values in arrays], "log": result.log}
 
 
@@ -151,6 +152,58 @@ def test_neither_leaps_nor_the_order_of_replicas_change_anything(fleet: Scenario
     assert told(report(fleet, workload, shuffled, 0.0)) == expected
 
 
+TIMES = ("ttft_ms", "tpot_ms", "e2el_ms")
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(fleets(), st.integers(0, 60), st.sampled_from([1, 4, 64]))
+def test_letting_go_of_times_changes_nothing_but_percentiles(fleet: Scenario, most: int, fewest: int) -> None:
+    """Whatever is let go of, and when: decisions are the same, and so is what else is reported. Leaps still change
+    nothing."""
+    fleet = Scenario.from_dict({**fleet.to_dict(), "goodput": {"ttft_ms": 0.5, "tpot_ms": 0.04}})
+    exact = simulate(fleet, decisions=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sim.fleet, "MOST_REQUESTS", most)
+        patch.setattr(asyncsched.request_table, "FEWEST", fewest)
+        bounded = simulate(fleet, decisions=True)
+        stepped = simulate(fleet, leaps=False, decisions=True)
+    count = exact.metrics.num_requests
+    assert bounded.metrics.is_exact == (count <= most)
+    assert bounded.log == stepped.log == exact.log
+    expected, found, again = exact.summary(), bounded.summary(), stepped.summary()
+    for summary in (expected, found, again):
+        del summary["wall_s"]
+    assert found == again
+    assert expected.pop("notes") == []
+    assert len(found.pop("notes")) == (count > most)
+    if count > most:
+        for name, shares in expected.pop("quantiles_ms").items():
+            assert found["quantiles_ms"][name] == (shares and pytest.approx(shares, rel=1 / 2000)), name
+        del found["quantiles_ms"]
+        pairs = [(expected, found), *zip(expected.get("replicas", []), found.get("replicas", []), strict=True)]
+        for one, other in pairs:
+            for name in TIMES:
+                described, times = other.pop(name), one.pop(name)
+                assert described == (times and pytest.approx(times, rel=1 / 2000)), name
+                assert not times or described["mean"] == pytest.approx(times["mean"], abs=5e-10)
+    assert found == expected
+
+
+@pytest.mark.parametrize("router", ["round-robin", "least-loaded"])
+def test_nothing_is_kept_of_requests_that_ended(router: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, numbers and sizes; what a tally keeps has a test of its own."""
+    monkeypatch.setattr(sim.fleet, "MOST_REQUESTS", 700)
+    fleet, env = scenario(3, router, workload__num_requests=2_000), simpy.Environment(initial_time=0)
+    made = Fleet(env, fleet)
+    env.run(made.start(fleet.build_workload()))
+    assert made.numbers is None
+    assert made._loads._sizes == {}
+    for engine in made.engines:
+        assert engine._last_of == {}
+        assert 512 < engine.metrics.num_requests < 700  # it would have kept them all
+        assert len(engine.metrics.requests.number) <= 256
+
+
 def test_leaps_are_taken_and_cut_short() -> None:
     fleet, env = scenario(3, "least-loaded", workload__num_requests=100), simpy.Environment(initial_time=0)
     engines = Fleet(env, fleet)
@@ -171,8 +224,8 @@ def test_round_robin_gives_each_replica_what_it_would_have_alone() -> None:
     requests = np.arange(60)
     for number in range(3):
         mine = requests[number::3]
-        assert (np.diff(result.metrics.arrival_ns[mine]) >= 0).all()
-    assert result.metrics.completed[:60].all()
+        assert (np.diff(result.metrics.requests.arrival_ns[mine]) >= 0).all()
+    assert result.metrics.requests.completed[:60].all()
 
 
 def test_totals_are_the_sums_of_the_replicas() -> None:

@@ -12,7 +12,7 @@ import pytest
 from asyncsched.cli import main
 from asyncsched.errors import AsyncschedError, ConfigError
 from asyncsched.goodput import ServiceLevels
-from asyncsched.metrics import ServingMetrics
+from asyncsched.request_table import RequestTable
 from sim.advise import Question, advise
 from sim.capacity import Search, find_capacity, usd_per_million
 from sim.rates import at_rate, depends_on_seed, offered_rate
@@ -62,14 +62,14 @@ def status_of(*arguments: str) -> int:
 # ---- goodput -------------------------------------------------------------------------------------------------------
 
 
-def metrics_of(*requests: tuple[float, float, float, int, bool]) -> ServingMetrics:
+def metrics_of(*requests: tuple[float, float, float, int, bool]) -> RequestTable:
     """Arrival, first and last token in ms, number of tokens, and whether it ended well."""
-    metrics = ServingMetrics()
+    table = RequestTable()
     for index, (arrival, first, last, tokens, completed) in enumerate(requests):
-        metrics.arrived(index, round(arrival * 1e6))
-        metrics.first_ns[index], metrics.last_ns[index] = round(first * 1e6), round(last * 1e6)
-        metrics.num_tokens[index], metrics.completed[index] = tokens, completed
-    return metrics
+        table.add(index, round(arrival * 1e6))
+        table.first_ns[index], table.last_ns[index] = round(first * 1e6), round(last * 1e6)
+        table.num_tokens[index], table.completed[index] = tokens, completed
+    return table
 
 
 def test_a_good_request_meets_every_level_exactly() -> None:
@@ -96,7 +96,7 @@ def test_goodput_of_a_run_counts_against_all_that_arrived(folder: Path, capsys: 
     assert status_of("simulate", "small.toml", "--goodput", "ttft:4", "tpot:3", "--json") == 0
     summary = json.loads(capsys.readouterr().out)
     result = simulate(small(folder))
-    metrics, count = result.metrics, 60
+    metrics, count = result.metrics.requests, 60
     ttft = (metrics.first_ns - metrics.arrival_ns)[:count] / 1e6
     tpot = ((metrics.last_ns - metrics.first_ns)[:count] / np.maximum(metrics.num_tokens[:count] - 1, 1)) / 1e6
     good = int(((ttft <= 4) & (tpot <= 3)).sum())

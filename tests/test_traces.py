@@ -292,12 +292,12 @@ def test_equal_prefixes_make_the_run_shorter() -> None:
 def test_a_closed_loop_keeps_to_its_concurrency(depth: int, most: int) -> None:
     overrides = ["workload.limit=25", "workload.rate_scale=1000", f"workload.max_concurrency={most}", f"depth={depth}"]
     result = simulate(load_preset("h200-llama-8b", overrides))
-    metrics = result.metrics
+    metrics = result.metrics.requests
     starts, ends = metrics.arrival_ns[:25], metrics.last_ns[:25]
     assert (np.diff(starts) >= 0).all()
     at_once = [int(((starts <= start) & (ends > start)).sum()) for start in starts.tolist()]
     assert max(at_once) == most
-    open_loop = simulate(load_preset("h200-llama-8b", [*overrides[:2], "workload.max_concurrency=25"])).metrics
+    open_loop = simulate(load_preset("h200-llama-8b", [*overrides[:2], "workload.max_concurrency=25"])).metrics.requests
     assert (open_loop.arrival_ns[:25] < 1e8).all()
 
 
