@@ -32,6 +32,7 @@ TEXT, END = 0, 1  # the simulated model's vocabulary: a token, and the token tha
 AFTER_THE_WORLD = EventPriority(2)  # of an engine's events; SimPy's own are 0 and 1
 MOST_AHEAD = 64  # steps of a leap that the world may cut short
 MOST_UNWATCHED = 64  # steps or leaps between two events of an engine
+MOST_REJECTIONS = 1_000  # whose reasons are kept; `ServingMetrics` counts all
 
 
 class StuckError(AsyncschedError):
@@ -234,7 +235,7 @@ class SimEngine:
             self.log.delivered(now_ns, output)
         for notice in output.finished:
             del self._last_of[notice.number]
-            if notice.reason is FinishReason.REJECTED:
+            if notice.reason is FinishReason.REJECTED and len(self.rejections) < MOST_REJECTIONS:
                 self.rejections.append(f"request {notice.request_id}: {notice.message}")
         if output.finished and self._on_end is not None:
             self._on_end(output.finished)

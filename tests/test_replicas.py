@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from mutants.patching import Rewrite
 
 import asyncsched.request_table
+import sim.engine
 import sim.fleet
 from asyncsched.cli.app import run as main
 from asyncsched.errors import ConfigError, PolicyError
@@ -202,6 +203,15 @@ def test_nothing_is_kept_of_requests_that_ended(router: str, monkeypatch: pytest
         assert engine._last_of == {}
         assert 512 < engine.metrics.num_requests < 700  # it would have kept them all
         assert len(engine.metrics.requests.number) <= 256
+
+
+def test_few_reasons_of_rejections_are_kept_and_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = scenario(2, workload__num_requests=200, engine__max_model_len=60)
+    rejected = simulate(fleet).summary()["rejected"]
+    monkeypatch.setattr(sim.engine, "MOST_REJECTIONS", 3)
+    summary = simulate(fleet).summary()
+    assert summary["rejected"] == rejected > 20
+    assert len(summary["rejections"]) == 6  # three of each replica
 
 
 def test_leaps_are_taken_and_cut_short() -> None:
