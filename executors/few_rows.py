@@ -4,7 +4,8 @@ The model's code stays as it is. Its linear layers, merged ones too, call an ope
 when it is called: a product of few rows takes as long as reading its weight, and a library's kernels are made for more.
 All others, and those of few rows in which the library was measured to be as fast, are the library's.
 
-What was measured is one H200, so devices before Hopper keep the library.
+What was measured is one H200, so devices that are no Hopper keep the library: newer ones have other tensor cores, and
+some of them a fraction of its shared memory, which the widest tiles do not fit.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def pays_on(device: torch.device) -> bool:
     """Whether the kernels run there, and were measured on a device of its kind."""
     if device.type != "cuda" or find_spec("triton") is None:
         return False
-    return torch.cuda.get_device_capability(device) >= HOPPER
+    return torch.cuda.get_device_capability(device) == HOPPER
 
 
 @torch.no_grad()

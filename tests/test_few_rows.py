@@ -140,3 +140,13 @@ def test_what_has_other_types_keeps_its_product() -> None:
     assert not few_rows.pays_on(torch.device("cpu"))
     mixed = torch.ops.asyncsched.linear(torch.ones(2, 4), torch.ones(3, 4), torch.ones(3))
     assert torch.equal(mixed, functional.linear(torch.ones(2, 4), torch.ones(3, 4), torch.ones(3)))
+
+
+@pytest.mark.parametrize(("capability", "pays"), [((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)])
+def test_devices_that_nobody_measured_keep_the_library(
+    capability: tuple[int, int], pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile of 64 x 256 takes 144 KB of shared memory on a device of capability 12.0, which has 99."""
+    monkeypatch.setattr(few_rows, "find_spec", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert few_rows.pays_on(torch.device("cuda")) == pays
