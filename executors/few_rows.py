@@ -25,6 +25,7 @@ from executors.merged import Merged
 MAX_ROWS = 32
 DTYPES = (torch.bfloat16, torch.float16)
 HOPPER = (9, 0)
+PLAIN = (Tensor, nn.Parameter)  # no tensors that say themselves what a product with them is, as quantised ones do
 
 
 class Tiling(NamedTuple):
@@ -83,8 +84,8 @@ def _tiles(columns: int, tiling: Tiling) -> int:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    rows = x.numel() // x.shape[-1]
-    if not 1 <= rows <= MAX_ROWS or x.dtype != weight.dtype or not weight.is_cuda:
+    rows = x.shape[:-1].numel()
+    if not (1 <= rows <= MAX_ROWS and weight.is_cuda and is_readable(x, weight, bias)):
         return functional.linear(x, weight, bias)
     from executors import triton_product  # needs Triton
 
@@ -98,6 +99,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     else:
         return functional.linear(x, weight, bias)
     return output.view(*x.shape[:-1], columns)
+
+
+def is_readable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernels can read them, who look where a row begins and not at strides."""
+    return x.dtype == weight.dtype and weight.is_contiguous() and (bias is None or bias.is_contiguous())
 
 
 def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -131,11 +137,16 @@ torch.library.register_fake("asyncsched::linear", _linear_fake, lib=_LIBRARY)
 # ---- into a model ----------------------------------------------------------------------------------------------------
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Calls the operation, which itself could not be pickled with a model."""
+    return torch.ops.asyncsched.linear(x, weight, bias)
+
+
 class FewRows(nn.Linear):
     """A linear layer that calls the operation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.asyncsched.linear(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias)
 
 
 def pays_on(device: torch.device) -> bool:
@@ -150,8 +161,8 @@ def install(module: nn.Module) -> None:
     """Every linear layer of `module` in 16 bits calls the operation; on CUDA its kernels are compiled and loaded."""
     shapes = {}
     for each in module.modules():
-        if (type(each) is nn.Linear or type(each) is Merged) and each.weight.dtype in DTYPES:
-            _set(each, FewRows, torch.ops.asyncsched.linear)
+        if type(each) in (nn.Linear, Merged) and type(each.weight) in PLAIN and each.weight.dtype in DTYPES:
+            _set(each, FewRows, product)
             shapes[each.weight.shape, each.bias is None] = each
     for each in shapes.values():
         for rows in (1, 8, NARROW_ROWS, MAX_ROWS):
@@ -161,19 +172,18 @@ def install(module: nn.Module) -> None:
 @contextmanager
 def apart(module: nn.Module) -> Iterator[None]:
     """Every linear layer is the library's meanwhile, as the model was written."""
-    operation = torch.ops.asyncsched.linear
-    found = [each for each in module.modules() if type(each) is FewRows or getattr(each, "product", None) is operation]
+    found = [each for each in module.modules() if type(each) is FewRows or getattr(each, "product", None) is product]
     for each in found:
         _set(each, nn.Linear, functional.linear)
     try:
         yield
     finally:
         for each in found:
-            _set(each, FewRows, operation)
+            _set(each, FewRows, product)
 
 
-def _set(layer: nn.Module, kind: type[nn.Linear], product: Callable[..., Tensor]) -> None:
+def _set(layer: nn.Module, kind: type[nn.Linear], of_merged: Callable[..., Tensor]) -> None:
     if isinstance(layer, Merged):
-        layer.product = product
+        layer.product = of_merged
     else:
         layer.__class__ = kind

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from executors import few_rows, self_check
 from executors.few_rows import FewRows, Tiling, tiling_of
-from executors.merged import Part
+from executors.merged import Merged, Part
 from executors.models import Model
 
 torch.set_num_threads(1)
@@ -140,6 +142,71 @@ def test_what_has_other_types_keeps_its_product() -> None:
     assert not few_rows.pays_on(torch.device("cpu"))
     mixed = torch.ops.asyncsched.linear(torch.ones(2, 4), torch.ones(3, 4), torch.ones(3))
     assert torch.equal(mixed, functional.linear(torch.ones(2, 4), torch.ones(3, 4), torch.ones(3)))
+
+
+def test_what_the_kernels_would_misread_is_the_librarys() -> None:
+    """They look where a row begins, and not at strides."""
+    x, weight, bias = torch.ones(2, 4), torch.ones(3, 4), torch.ones(3)
+    assert few_rows.is_readable(x, weight, bias)
+    assert few_rows.is_readable(x.t().contiguous().t(), weight, None)  # rows are made contiguous, they are few
+    for other in (torch.ones(4, 3).t(), torch.ones(6, 4)[::2], torch.ones(3, 8)[:, :4], torch.ones(1, 4).expand(3, 4)):
+        assert not few_rows.is_readable(x, other, None)
+    assert not few_rows.is_readable(x, weight, torch.ones(1).expand(3))
+    assert not few_rows.is_readable(x.half(), weight, None)
+
+
+def test_rows_without_values_have_products_too() -> None:
+    weight, bias = torch.ones(3, 0), torch.ones(3)
+    assert torch.equal(torch.ops.asyncsched.linear(torch.ones(2, 0), weight, bias), torch.ones(2, 3))
+    assert torch.ops.asyncsched.linear(torch.ones(2, 0, 4), torch.ones(3, 4), bias).shape == (2, 0, 3)
+
+
+class Quantised(torch.Tensor):
+    """A weight that says itself what a product with it is, as those of quantisation libraries do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear:
+            return functional.linear(args[0], args[1].as_subclass(torch.Tensor) * 2, *args[2:])
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.usefixtures("wide_types")
+def test_layers_of_other_kinds_keep_their_product_and_hooks_stay() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    hooked, quantised, own, tied = nn.Linear(4, 3), nn.Linear(4, 3), Doubled(4, 3), nn.Linear(4, 3)
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    seen: list[int] = []
+    hooked.register_forward_hook(lambda *_: seen.append(1))
+    quantised.weight = nn.Parameter(quantised.weight.detach().as_subclass(Quantised), requires_grad=False)
+    tied.weight = hooked.weight
+    layers = nn.ModuleList([hooked, quantised, own, normed, tied])
+    x = torch.randn(2, 4)
+    expected = [layer(x) for layer in layers]
+    few_rows.install(layers)
+    assert [type(layer) is FewRows for layer in layers] == [True, False, False, False, True]
+    assert all(torch.equal(layer(x), each) for layer, each in zip(layers, expected, strict=True))
+    assert len(seen) == 2
+
+
+@pytest.mark.usefixtures("wide_types")
+def test_a_model_with_its_products_can_be_copied_and_stored() -> None:
+    model = tiny_model("llama")
+    few_rows.install(model.module)
+    wanted = {name: weight.clone() for name, weight in model.module.state_dict().items()}
+    for other in (copy.deepcopy(model.module), pickle.loads(pickle.dumps(model.module))):
+        assert {type(each) for each in linear_layers(other)} == {FewRows}
+        merged = [each for each in other.modules() if isinstance(each, Merged)]
+        assert merged
+        assert all(each.product is few_rows.product for each in merged)
+        with few_rows.apart(other):
+            assert all(each.product is functional.linear for each in merged)
+        stored = other.state_dict()
+        assert stored.keys() == wanted.keys()
+        assert all(torch.equal(stored[name], weight) for name, weight in wanted.items())
 
 
 @pytest.mark.parametrize(("capability", "pays"), [((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)])

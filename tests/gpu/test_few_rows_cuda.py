@@ -91,6 +91,7 @@ def test_the_operation_for_any_number_of_rows(rows: int) -> None:
         check(torch.ops.asyncsched.linear(shaped, weight, bias)[0], x, weight, bias)
         strided = torch.stack([x, x], dim=-1)[..., 0]
         check(torch.ops.asyncsched.linear(strided, weight, bias), x, weight, bias)
+        check(torch.ops.asyncsched.linear(x, weight.t().contiguous().t(), bias), x, weight, bias)
 
 
 @needs_cuda
