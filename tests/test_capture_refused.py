@@ -5,6 +5,7 @@ that refuses: what capturing does is a matter of tests/gpu.
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -148,6 +149,44 @@ def test_no_garbage_is_collected_in_a_capture(is_on: bool, monkeypatch: pytest.M
     gc.collect()
     assert captured
     assert collected == [False] * 3
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_no_garbage_is_collected_while_another_thread_captures(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two captures at once, the one that ends first does not end it for the other."""
+    engines = [tiny_llm(depth=1) for _ in range(2)]
+    both, inside, ended = threading.Event(), threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def first(*_: Any) -> None:
+        inside.set()
+        both.wait(10)
+
+    def second(*_: Any) -> None:
+        both.set()
+        ended.wait(10)
+        seen.append(gc.isenabled())
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Kept)
+    for llm, run in zip(engines, (first, second), strict=True):
+        monkeypatch.setattr(llm._compute, "_run_padded", run)
+
+    def capture(llm: LLM) -> None:
+        llm._compute._capture(llm.engine.executor.slots[0], (1, 0), 0)
+
+    (gc.enable if is_on else gc.disable)()
+    try:
+        threads = [threading.Thread(target=capture, args=(llm,)) for llm in engines]
+        threads[0].start()
+        inside.wait(10)
+        threads[1].start()
+        threads[0].join(20)
+        ended.set()
+        threads[1].join(20)
+        assert seen == [False]
+        assert gc.isenabled() == is_on
+    finally:
+        gc.enable()
 
 
 def test_a_shape_whose_first_step_fails_is_not_captured_next(monkeypatch: pytest.MonkeyPatch) -> None:
