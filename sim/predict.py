@@ -183,7 +183,7 @@ def _last_positions(requests: RequestLog) -> IntArray:
     return np.where(_aborted(requests), NOWHERE, last)
 
 
-def _early_aborts(run: Run) -> list[tuple[int, int]]:
+def _early_aborts(run: Run, submitted: IntArray) -> list[tuple[int, int]]:
     """When each request was aborted that had got nothing, and its number: before the plan that came next."""
     requests, plans = run.requests, run.steps["plan"]
     early = []
@@ -192,7 +192,7 @@ def _early_aborts(run: Run) -> list[tuple[int, int]]:
         if plan != UNKNOWN and len(plans):
             row = int(np.searchsorted(plans, plan))
             at = int(run.steps.start("plan")[row]) if row < len(plans) else run.info.makespan_ns
-        early.append((max(at, int(requests.arrival_ns[number])), number))
+        early.append((max(at, int(submitted[number])), number))
     return early
 
 
@@ -204,8 +204,11 @@ class _Driver:
         requests = run.requests
         self._requests = requests
         self._arrived: list[Submit | Abort] = []
-        submits = [(at, False, number) for number, at in enumerate(requests.arrival_ns.tolist())]
-        self._events = sorted([*submits, *((at, True, number) for at, number in _early_aborts(run))])
+        submitted = np.maximum.accumulate(
+            requests.arrival_ns
+        )  # in the order of the log, whose numbers the core has too
+        submits = [(at, False, number) for number, at in enumerate(submitted.tolist())]
+        self._events = sorted([*submits, *((at, True, number) for at, number in _early_aborts(run, submitted))])
         last = requests.prompt_tokens + requests.output_tokens - 1
         self._until = np.where(_aborted(requests) & (requests.output_tokens > 0), last, NOWHERE)
         self._coming = True

@@ -101,6 +101,27 @@ def test_who_gave_up_before_the_first_token_left_at_the_time_it_did() -> None:
     assert prefilled(nobody_knows) == sum(PROMPTS) - 900 < prefilled(found) < sum(PROMPTS)
 
 
+def test_requests_that_are_due_before_those_above_them_in_the_log_follow_them() -> None:
+    """As they do in a recording: the log is in the order in which they were submitted, and who is aborted is in it."""
+    run = with_aborts(2, GOT)
+    late_first = np.array([5_000_000, 0, 1_000_000, 9_000_000, 2_000_000, 80_000_000])
+    together = np.maximum.accumulate(late_first)
+    output = run.requests.output_tokens.copy()
+    output[3] = 0  # gave up before the first token, and nobody knows when
+    found, expected = (
+        predict(
+            replace(run, requests=replace(run.requests, arrival_ns=at, first_ns=at, last_ns=at, output_tokens=output)),
+            TRUTH,
+        )
+        for at in (late_first, together)
+    )
+    assert found.requests.finish == ("length", "abort", "length", "abort", "length", "length")
+    assert found.requests.output_tokens.tolist() == [30, 7, 50, 0, 25, 30]
+    assert found.requests.prompt_tokens.tolist() == PROMPTS
+    assert found.decisions == expected.decisions
+    assert np.array_equal(found.requests.last_ns, expected.requests.last_ns)
+
+
 def test_an_engine_that_would_have_refused_it_ends_too() -> None:
     """And one that was aborted when it had got all it asked for."""
     found = predict(with_aborts(2, {5: 7, 0: 30}), TRUTH, max_model_len=512)
