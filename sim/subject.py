@@ -112,14 +112,16 @@ def _device(device: Mapping[str, Any]) -> str:
 
 
 def _same_device(one: str, other: str) -> bool:
-    """`h200` is the NVIDIA H200. Full names must be equal: an H200 NVL is another device."""
-    mine, theirs = sorted((_words(one), _words(other)), key=len)
-    if not mine or mine == theirs:
+    """`h200` is the NVIDIA H200, and `rtx4090` the RTX 4090; `l40` is no L40S. Full names must be equal: an H200 NVL is
+    another device."""
+    (short, mine), (_, theirs) = sorted(
+        ((name, _words(name)) for name in (one, other)), key=lambda of: len("".join(of[1]))
+    )
+    if not mine or "".join(mine) == "".join(theirs):
         return True
-    short = one if _words(one) == mine else other
-    return " " not in short.strip() and f" {mine} " in f" {theirs} "
+    parts = ("".join(theirs[i:j]) for i in range(len(theirs)) for j in range(i + 1, len(theirs) + 1))
+    return " " not in short.strip() and "".join(mine) in parts
 
 
-def _words(name: str) -> str:
-    """`RTX4090` and `RTX 4090` are spelled alike."""
-    return " ".join(re.findall(r"[a-z]+|[0-9]+", name.lower()))
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", name.lower())

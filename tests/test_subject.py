@@ -98,6 +98,8 @@ def test_a_run_of_another_model(model: dict[str, Any], said: str) -> None:
         ("a100", "NVIDIA A100-SXM4-80GB"),
         ("", "CPU"),
         ("NVIDIA H200", "NVIDIA  H200"),
+        ("RTX4090", "RTX 4090"),
+        ("h200", "nvidia-h200-141gb"),
     ],
 )
 def test_one_device_by_two_names(device: str, other: str) -> None:
@@ -107,7 +109,15 @@ def test_one_device_by_two_names(device: str, other: str) -> None:
 
 @pytest.mark.parametrize(
     ("device", "other"),
-    [("h100", "NVIDIA H200"), ("a100", "NVIDIA RTX A1000"), ("NVIDIA H200", "NVIDIA H200 NVL"), ("h200", "CPU")],
+    [
+        ("h100", "NVIDIA H200"),
+        ("a100", "NVIDIA RTX A1000"),
+        ("NVIDIA H200", "NVIDIA H200 NVL"),
+        ("h200", "CPU"),
+        ("l40", "NVIDIA L40S"),
+        ("a10", "NVIDIA A10G"),
+        ("h20", "NVIDIA H200"),
+    ],
 )
 def test_two_devices(device: str, other: str) -> None:
     assert f"another device than the run ({device} and not {other})" in warning(
