@@ -90,6 +90,10 @@ def merge(groups: Sequence[Group]) -> None:
             setattr(group.parent, name, Part(merged, index))
 
 
+_Kept = tuple[torch.Tensor | weakref.ref[torch.Tensor] | None, tuple[torch.Tensor, ...]]
+"""The input of the first part, and what became of it."""
+
+
 class Merged(nn.Module):
     """The weight of a group, [sum(sizes), in_features], and the product while its parts are waited for.
 
@@ -102,27 +106,25 @@ class Merged(nn.Module):
         self.register_buffer("bias", bias, persistent=False)
         self.sizes = tuple(sizes)
         self.product: Callable[..., torch.Tensor] = functional.linear
-        self._input: torch.Tensor | weakref.ref[torch.Tensor] | None = None
-        self._outputs: tuple[torch.Tensor, ...] = ()
+        self._kept: _Kept = (None, ())  # one value, as threads that share a model write it in between
 
     def share(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
         """What part `index` makes of `x`; None where that is not the tensor that the first part got."""
         if index == 0:
             outputs = self.product(x, self.weight, self.bias).split(self.sizes, -1)
-            self._outputs = outputs
             # A trace keeps the tensor itself, and nothing of it outlives the trace; otherwise all ends with the tensor.
-            self._input = x if torch.compiler.is_compiling() else weakref.ref(x, self._forget)
+            self._kept = (x if torch.compiler.is_compiling() else weakref.ref(x, self._forget), outputs)
             return outputs[0]
-        kept = self._input
+        kept, outputs = self._kept
         if (kept() if isinstance(kept, weakref.ref) else kept) is not x:
             return None
-        output = self._outputs[index]
+        output = outputs[index]
         if index == len(self.sizes) - 1:
             self._forget()
         return output
 
     def _forget(self, _: object = None) -> None:
-        self._input, self._outputs = None, ()
+        self._kept = (None, ())
 
 
 class Part(nn.Linear):

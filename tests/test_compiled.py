@@ -127,7 +127,7 @@ def test_nothing_is_kept_after_a_compiled_layer() -> None:
     Driver(model, prompts()).run()
     groups = [each for each in model.module.modules() if type(each).__name__ == "Merged"]
     assert len(groups) == 4
-    assert all(each._input is None and each._outputs == () for each in groups)
+    assert all(each._kept == (None, ()) for each in groups)
 
 
 def test_layers_that_differ_are_kinds() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -161,7 +162,30 @@ def test_nothing_is_kept(projections: Projections) -> None:
         kept = weakref.ref(outputs[0]._base)
         del outputs, x
         assert kept() is None
-        assert merging._outputs == ()
+        assert merging._kept == (None, ())
+
+
+def test_threads_that_share_a_model_do_not_get_each_others_products(
+    projections: Projections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread runs the same group while one of them keeps what it has computed."""
+    mine, others = torch.randn(2, 5, 6)
+    expected = projections(mine, mine, mine)
+    as_merged(projections)
+    is_compiling, left = torch.compiler.is_compiling, [1]
+
+    def switch() -> bool:
+        if left:
+            left.pop()
+            other = threading.Thread(target=projections.q_proj, args=(others,))
+            other.start()
+            other.join()
+        return is_compiling()
+
+    monkeypatch.setattr(torch.compiler, "is_compiling", switch)
+    for actual, own in zip(projections(mine, mine, mine), expected, strict=True):
+        torch.testing.assert_close(actual, own)
+    assert not left
 
 
 def watched(module: nn.Module, *inputs: torch.Tensor) -> int:
