@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import gc
 import itertools
 import threading
 from collections import deque
@@ -105,6 +106,7 @@ class AsyncEngine:
         """The driving thread: calls and steps, and the end of both."""
         cause: Exception = EngineStoppedError("the engine was shut down")
         try:
+            gc.collect()  # what is garbage now would stay as long as the engine: models that are gone, for one
             with old_objects_stay():
                 self._run()
                 self._end_all()

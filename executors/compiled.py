@@ -13,9 +13,11 @@ once per step, and written out it is two dozen kernels. Where it cannot be compi
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,13 +94,29 @@ class Compiled(NamedTuple):
 
 
 class CompiledStack:
-    """The `forward` of the first layer of a stack, which runs all: checked by the compiler's front end, or bound."""
+    """The `forward` of the first layer of a stack, which runs all: checked by the compiler's front end, or bound.
+
+    It does not keep the layers, who keep it: then only the collector would give up the weights of a model that is gone.
+    """
 
     def __init__(self, layers: Sequence[nn.Module], kind: _Kind) -> None:
-        self.layer, *self.followers = layers
-        self.layers = tuple(layers)
+        self._layers = [weakref.ref(layer) for layer in layers]
         self.kind = kind
         self.bound: BoundLayers | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledStack:
+        """Over the copies of its layers, as a copied model has it."""
+        copied = CompiledStack([copy.deepcopy(layer, memo) for layer in self.layers], self.kind)
+        copied.bound = copy.deepcopy(self.bound, memo)
+        return copied
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        return tuple(layer for ref in self._layers if (layer := ref()) is not None)
+
+    @property
+    def layer(self) -> nn.Module:
+        return self.layers[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.bound is None:
@@ -112,8 +130,9 @@ class CompiledStack:
         self.bound = BoundLayers(self.layers, *self.kind.traced)
 
     def install(self) -> None:
-        self.layer.forward = self
-        for follower in self.followers:
+        first, *followers = self.layers
+        first.forward = self
+        for follower in followers:
             follower.forward = _computed
 
 

@@ -8,6 +8,7 @@ replaying it is the forward operation, and the carry-over operation before it ha
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -216,7 +217,7 @@ class Executor:
         """What an operation does, and its size: bytes, tokens, or KV blocks."""
         compute, kind = self.compute, op.kind
         if kind is OpKind.FILL:
-            return partial(self._fill, slot), lambda plan: plan.num_seqs
+            return partial(_fill, weakref.ref(self), slot), lambda plan: plan.num_seqs
         stream = self.lanes.stream(op.lane)
         if kind is OpKind.CARRY:
             return partial(compute.carry, stream, slot), lambda plan: plan.num_decodes
@@ -232,13 +233,15 @@ class Executor:
             return partial(compute.restore, stream), lambda plan: len(plan.restore.host)
         raise NotImplementedError(f"the program has an operation that this executor does not know: {kind}")
 
-    def _fill(self, slot: Slot, plan: StepPlan) -> None:
-        slot.fill(plan)
-        self._host_span("fill", plan)
-
     def _host_span(self, name: str, plan: StepPlan) -> None:
         """Records host work since the last span, or since launch or collect began."""
         if self.timeline is not None:
             now = time.perf_counter_ns()
             self.timeline.spans.append(Span("host", name, plan.step, plan.slot, self._since, now, len(plan.rows)))
             self._since = now
+
+
+def _fill(executor: weakref.ref[Executor], slot: Slot, plan: StepPlan) -> None:
+    """What an executor calls must not keep it: then only the collector would give up the memory of one that is gone."""
+    slot.fill(plan)
+    executor()._host_span("fill", plan)  # type: ignore[union-attr]  # it calls this

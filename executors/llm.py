@@ -17,7 +17,7 @@ import torch
 
 from asyncsched.errors import AsyncschedError, ConfigError
 from asyncsched.pipeline import Abort
-from asyncsched.plan import StepOutput, StepPlan
+from asyncsched.plan import StepPlan
 from asyncsched.program import Lane
 from asyncsched.request import SamplingParams, TokenArray
 from asyncsched.scheduler import Scheduler
@@ -26,7 +26,7 @@ from executors.compiled import CompileSettings
 from executors.compute import ComputeLane
 from executors.cpu import CpuLanes
 from executors.cuda import CudaLanes
-from executors.engine import DEAD, Engine
+from executors.engine import DEAD, Deliverer, Engine
 from executors.errors import EngineDeadError, one_line
 from executors.executor import Executor, Lanes
 from executors.frontend import Frontend, core_id
@@ -143,8 +143,8 @@ class LLM:
         executor = self._executor(kv, lanes)
         if marks is not None:
             mark(executor, marks)
-        self.engine = Engine(self.scheduler, executor, self._on_step)
         self._results: list[Result] = []
+        self.engine = Engine(self.scheduler, executor, _deliverer(self.frontend, self._results))
         self._claims: dict[str, deque[Result]] = {}  # who drives the engine for a prompt gets its results
         self._ids = (str(number) for number in itertools.count())
         if lanes.graphs:
@@ -255,7 +255,8 @@ class LLM:
         """Drives the engine until something is delivered; None when it has nothing to do."""
         if not self.engine.run():
             return None
-        results, self._results = self._results, []
+        results = self._results.copy()
+        self._results.clear()
         return results
 
     def abort(self, request_id: str, n: int = 1) -> None:
@@ -317,9 +318,6 @@ class LLM:
         while len(self.engine.inbox) and self._step():
             pass
 
-    def _on_step(self, output: StepOutput) -> None:
-        self._results += self.frontend.deliver(output)
-
     # ---- parts -----------------------------------------------------------------------------------------------------
 
     def _capture(self, lanes: Lanes) -> str:
@@ -331,7 +329,7 @@ class LLM:
         return refusal
 
     def _executor(self, kv: Any, lanes: Lanes) -> Executor:
-        config, rows, device = self.config, self.scheduler.rows, self.model.device
+        config, rows, device, frontend = self.config, self.scheduler.rows, self.model.device, self.frontend
         tokens_out = torch.zeros(config.depth, config.max_num_seqs, dtype=torch.int32, device=device)
         slots = [
             Slot(index, config, rows, self._sampling_rows, tokens_out[index], pinned=lanes.pinned)
@@ -345,9 +343,15 @@ class LLM:
             lanes,
             self._compute,
             slots,
-            on_logprobs=lambda plan, words: self.frontend.on_logprobs(plan, words, rows),
+            on_logprobs=lambda plan, words: frontend.on_logprobs(plan, words, rows),
             timeline=self.timeline,
         )
+
+
+def _deliverer(frontend: Frontend, results: list[Result]) -> Deliverer:
+    """Adds what comes of a step to the results. It knows no LLM: one that is gone gives its memory back at once, and
+    not when the collector finds it, which may be never while another engine drives."""
+    return lambda output: results.extend(frontend.deliver(output))
 
 
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

@@ -6,6 +6,7 @@ what users get.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -128,6 +129,20 @@ def test_nothing_is_kept_after_a_compiled_layer() -> None:
     groups = [each for each in model.module.modules() if type(each).__name__ == "Merged"]
     assert len(groups) == 4
     assert all(each._kept == (None, ()) for each in groups)
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_copy_of_a_compiled_model_has_layers_of_its_own(most: int) -> None:
+    model = tiny_model("llama", compile=dataclasses.replace(TRACED, layers_per_graph=most))
+    copied = copy.deepcopy(model.module)
+    own, stack = copied.model.layers, vars(copied.model.layers[0])["forward"]
+    assert stack.layers == tuple(own[:most])
+    weight = own[0].self_attn.o_proj.weight
+    assert weight is not model.module.model.layers[0].self_attn.o_proj.weight
+    assert any(each is weight for each in stack.bound._several.fixed)
+    compiled.restore(copied)
+    assert not any("forward" in vars(layer) for layer in own)
+    assert all("forward" in vars(layer) for layer in model.module.model.layers)
 
 
 def test_layers_that_differ_are_kinds() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
+from test_compiled import TRACED
 from test_llm import GREEDY, PROMPTS, tiny_llm
 
+from asyncsched.request import SamplingParams
 from executors.async_engine import AsyncEngine
 from executors.garbage import nothing_is_collected, old_objects_stay
 from executors.llm import LLM
@@ -90,6 +93,53 @@ def test_what_somebody_froze_for_good_stays_so() -> None:
         assert gc.get_freeze_count() == before
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("compile", [False, TRACED])
+def test_the_memory_of_an_engine_that_is_gone_needs_no_collector(compile: object) -> None:
+    """Which looks at nothing that is older than an engine that drives: a day later it would still be there."""
+    llm = tiny_llm(depth=2, num_host_blocks=8, timeline=True, compile=compile)
+    llm.generate(PROMPTS, [SamplingParams(temperature=0.0, max_tokens=9, logprobs=2)] * len(PROMPTS))
+    stream = llm.stream(PROMPTS, GREEDY)
+    next(stream)
+    stream.close()
+    layer = llm.model.module.model.layers[0]
+    memory = {
+        "KV": llm._compute.kv.keys[0],
+        "outputs": llm._compute.tokens_out,
+        "weights": layer.self_attn.o_proj.weight,
+        "vocabulary": llm.model.module.lm_head.weight,
+    }
+    kept = {name: weakref.ref(tensor) for name, tensor in memory.items()}
+    del stream, layer, memory
+    gc.collect()  # what the compiler left
+    with nothing_is_collected():
+        del llm
+        assert [name for name, tensor in kept.items() if tensor() is not None] == []
+
+
+def test_what_is_garbage_when_an_engine_begins_does_not_stay_with_it() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    async def serve() -> bool:
+        engine = AsyncEngine(llm)
+        async for _ in engine.generate(PROMPTS[0], GREEDY):
+            pass
+        is_there = gone() is not None
+        await engine.shutdown()
+        return is_there
+
+    llm = tiny_llm()
+    gc.collect()
+    gc.disable()
+    try:
+        gone = weakref.ref(Cycle())
+        assert gone() is not None
+        assert not asyncio.run(serve())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("is_on", [True, False])
