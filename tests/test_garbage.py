@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -93,6 +94,25 @@ def test_what_somebody_froze_for_good_stays_so() -> None:
         assert gc.get_freeze_count() == before
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("inside", [old_objects_stay, nothing_is_collected])
+def test_who_leaves_first_ends_nothing_for_others(inside: Callable[[], AbstractContextManager[None]]) -> None:
+    """Two engines, each in a thread of its own, of which one is shut down."""
+
+    def state() -> tuple[bool, bool]:
+        return gc.isenabled(), gc.get_freeze_count() > 0
+
+    first, second = inside(), inside()
+    before = state()
+    first.__enter__()
+    meanwhile = state()
+    assert meanwhile != before
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert state() == meanwhile
+    second.__exit__(None, None, None)
+    assert state() == before
 
 
 @pytest.mark.parametrize("compile", [False, TRACED])
