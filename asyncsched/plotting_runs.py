@@ -50,6 +50,7 @@ def plot_validation(measured: Side, predicted: Side, path: Path, *, title: str) 
                 _draw_distribution(axes, side.latencies[name], color=colour, linestyle=style, label=label)
             axes.set(xlabel=name, ylabel="share of requests" if place == 0 else "")
             axes.set_ylim(0, 1.02)
+            axes.xaxis.set_major_locator(MaxNLocator(4))  # a number like 1247.5 is as wide as a quarter of the panel
             axes.grid(color="#E5E5E5", linewidth=0.8)
         _set_title(figure, title)
         _save(figure, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,23 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, mon
         plot_curve([{"x": 1, "y": 1}], "x", "y", path)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_numbers_below_an_axis_of_a_validation_do_not_touch(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[Figure] = []
+    monkeypatch.setattr(plotting_runs, "_save", lambda figure, path: saved.append(figure))
+    names = ("time to first token (ms)", "time per output token (ms)", "end-to-end latency (ms)")
+    for low, high in ((1242.3, 1255.9), (10123.4, 10127.1), (5.123, 5.129), (180.0, 400.0)):
+        occupancy = {name: ([0, 1], [1, 0]) for name in ("running", "waiting")}
+        side = plotting_runs.Side(occupancy, {name: [low, high] for name in names})
+        plotting_runs.plot_validation(side, side, Path("x.png"), title="A run")
+    for figure in saved:
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            shown = [text for text in axes.get_xticklabels() if text.get_text()]
+            low, high = axes.get_xlim()
+            boxes = [text.get_window_extent() for text in shown if low <= text.get_position()[0] <= high]
+            assert all(one.x1 < other.x0 for one, other in pairwise(boxes))
 
 
 def test_legends_cover_no_line_where_lines_are_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
