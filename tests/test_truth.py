@@ -156,6 +156,20 @@ def test_what_if_is_what_happens_then(planted: Path, capsys: pytest.CaptureFixtu
     assert found["measured"]["makespan_s"] == pytest.approx(found["predicted"]["makespan_s"])
 
 
+def test_a_what_if_says_which_requests_could_not_run(planted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    requests = read_run(planted / "one").requests
+    blocks = [-(-int(tokens) // 16) for tokens in requests.prompt_tokens + requests.max_tokens]
+    most = sorted(blocks)[len(blocks) // 2]
+    options = ["--profile", str(planted / "truth.toml"), "--set", f"num_blocks={most}", "--json"]
+    assert command(["whatif", str(planted / "one"), *options]) == 0
+    out, err = capsys.readouterr()
+    (said,) = json.loads(out)["notes"]
+    rejected, of, total = said.removeprefix(f"with num_blocks={most} ").split()[:3]
+    assert (of, int(total)) == ("of", len(blocks))
+    assert 0 < int(rejected) < len(blocks)
+    assert err == f"warning: {said}\n"
+
+
 def test_simulate_takes_a_profile(planted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scenario = ["simulate", "--preset", "hf-8b-bs32", "--set", "workload.num_requests=8", "--json"]
     scenario += [
@@ -246,8 +260,9 @@ BAD = {
     "calibrate {one} -o {new}": "--out: .*must end in .toml",
     "calibrate {new} -o {new}.toml": "run: .*use the folder of a run",
     "calibrate {truth} -o {new}.toml": "run: .*use the folder of a run",
+    "calibrate {one} {one} -o {new}.toml": "RUN: .*it is named twice",
     "validate {one}": "--profile: missing",
-    "validate {one} --profile {new}": "profile: .*cannot be read",
+    "validate {one} --profile {new}": "profile: .*cannot be read, .*use a TOML file or h200-llama-8b",
     "validate {one} --profile {one}": "profile: .*cannot be read",
     "validate {one} --profile {empty}": "profile: .*it is empty",
     "validate {one} --profile {binary}": "profile: .*cannot be read",
@@ -263,6 +278,8 @@ BAD = {
     "whatif {one} --set depth=0": "depth: 0",
     "whatif {one} --set mode=fast": "mode: 'fast'",
     "whatif {one} --set num_blocks=x": "num_blocks: 'x'",
+    "whatif {one} --set num_blocks=1": "--set: 'num_blocks=1' .*none of the run's 60 requests can ever run",
+    "advise {new}": "SCENARIO.RUN: .*no such file or folder",
     "simulate --preset hf-8b-bs32 --profile {new}": "profile: .*cannot be read",
 }
 

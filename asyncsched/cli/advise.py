@@ -75,6 +75,8 @@ def advise(
         if change.partition("=")[0].strip() in ("depth", "mode"):
             raise ConfigError("--set", change, "depths are what is compared; use --depths")
     path = None if scenario is None else Path(scenario)
+    if path is not None and not path.suffix and not path.exists():  # it may have been meant as a run
+        raise ConfigError("SCENARIO|RUN", str(path), "it cannot be read: no such file or folder, and none comes along")
     base = scenario_data(path, preset, overrides, strict=strict, goodput=goodput)
     with progress_bar("comparing") as progress:
         advice = ask(base, question, jobs=processes, progress=progress)

@@ -36,7 +36,10 @@ def load_run(name: str) -> Run:
 
 
 def load_runs(names: list[str]) -> list[Run]:
-    """Every run of every name. Raises ConfigError."""
+    """Every run of every name. Raises ConfigError, also for a name that is there twice."""
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise ConfigError("RUN", name, "it is named twice; a run counts once")
     return [run for name in names for run in read_runs(_packaged_run(name))]
 
 
@@ -45,7 +48,10 @@ def load_profile_data(name: str) -> dict[str, Any]:
     from sim.profile import read_profile_data
 
     packaged = _folder() / f"{name}.toml"
-    return read_profile_data(packaged if packaged.is_file() and not Path(name).exists() else name)
+    if not packaged.is_file() and not Path(name).exists():
+        there = ", ".join(sorted(path.stem for path in _folder().glob("*.toml")))
+        raise ConfigError("profile", name, f"it cannot be read, there is no such file; use a TOML file or {there}")
+    return read_profile_data(name if Path(name).exists() else packaged)
 
 
 def load_profile(name: str | None) -> Profile:

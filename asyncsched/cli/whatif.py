@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +14,9 @@ from asyncsched.cli.runs import ProfileName, RunName, check_subject, load_profil
 from asyncsched.cli.validate import label
 from asyncsched.config import FIELD_NAMES
 from asyncsched.errors import MISSING, ConfigError
+
+if TYPE_CHECKING:
+    from asyncsched.runs import Run
 
 PROFILE_SECTIONS = ("host", "copy", "gpu")
 SHOWN = ("makespan_s", "output_throughput", "ttft_ms.mean", "ttft_ms.p99", "tpot_ms.mean", "itl_ms.p99", "e2el_ms.mean")
@@ -47,15 +51,29 @@ def whatif(
     as_it_was = Profile.from_dict(data)
     changed = Profile.from_dict(override_values(data, of_profile))
     notes = check_subject(as_it_was, recorded)
+    other = predict(recorded, changed, **of_engine)
+    notes += _check_rejections(other, changes)
     rows = {
         "measured": figures(recorded),
         "predicted": figures(predict(recorded, as_it_was)),
-        "what if": figures(predict(recorded, changed, **of_engine)),
+        "what if": figures(other),
     }
     if as_json:
         print_json({"run": recorded.info.name, "set": changes, "notes": notes, **rows})
     else:
         _print_rows(recorded.info.name, changes, rows)
+
+
+def _check_rejections(changed: Run, changes: Sequence[str]) -> list[str]:
+    """A warning, which is printed too, where some requests could never run. Raises ConfigError where none could."""
+    rejected, requests = changed.requests.finish.count("rejected"), len(changed.requests.finish)
+    if not rejected:
+        return []
+    if rejected == requests:
+        raise ConfigError("--set", " ".join(changes), f"with it none of the run's {requests} requests can ever run")
+    said = f"with {' '.join(changes)} {rejected} of {requests} requests can never run; they are in no figure"
+    print("warning:", said, file=sys.stderr)
+    return [said]
 
 
 def sort_changes(changes: Sequence[str]) -> tuple[dict[str, Any], dict[str, object]]:
