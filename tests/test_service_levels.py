@@ -127,6 +127,12 @@ def test_bad_levels_are_refused(level: str, folder: Path, capsys: pytest.Capture
     assert error.count("\n") == 1
 
 
+def test_a_level_that_is_given_twice_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("simulate", "small.toml", "--goodput", "ttft:5", "tpot:3", "ttft:6") == 2
+    expected = "error: --goodput: 'ttft:6' is not allowed; ttft has a level already; give each once\n"
+    assert capsys.readouterr().err == expected
+
+
 # ---- rates ---------------------------------------------------------------------------------------------------------
 
 

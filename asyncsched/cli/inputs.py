@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,7 +59,7 @@ def scenario_data(
     else:
         raise ConfigError("scenario", MISSING, "name a scenario file or a --preset; `asyncsched presets` lists them")
     more = ["workload.strict=true"] if strict else []
-    return apply_overrides(data, [*(overrides or ()), *more, *(_level(text) for text in goodput or ())])
+    return apply_overrides(data, [*(overrides or ()), *more, *_levels(goodput or ())])
 
 
 def _of_result(path: Path) -> dict[str, Any]:
@@ -71,6 +72,14 @@ def _of_result(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict) or not isinstance(data.get("scenario"), dict):
         raise ConfigError("scenario", str(path), "it holds no scenario; use a TOML file, or the --json of a run")
     return dict(data["scenario"])
+
+
+def _levels(texts: Sequence[str]) -> list[str]:
+    names = [text.partition(":")[0] for text in texts]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise ConfigError("--goodput", texts[place], f"{name} has a level already; give each once")
+    return [_level(text) for text in texts]
 
 
 def _level(text: str) -> str:
@@ -115,9 +124,11 @@ def parse_jobs(text: str) -> int:
 
 
 def parse_count(option: str, text: str, least: int) -> int:
-    digits = text.isascii() and text.isdigit() and len(text) < 10
-    if not digits or int(text) < least:
+    digits = text.isascii() and text.isdigit()
+    if not digits or int(text[:20]) < least:
         raise ConfigError(option, text, f"use a whole number of at least {least}")
+    if len(text) >= 10:
+        raise ConfigError(option, text, "use a whole number of at most 999,999,999")
     return int(text)
 
 
