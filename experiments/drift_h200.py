@@ -92,7 +92,8 @@ def main(
         measured = _measured(table, prices)
         report = _report(prices, measured)
     except (ConfigError, AsyncschedError) as error:
-        raise SystemExit(f"error: {error}") from None
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(2) from None
     text = publish(report, json_out, docs, "drift_h200", _markdown)
     if as_json:
         print(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def check(*paths: Path) -> None:
         for path in paths:
             check_output("file", path, (*PICTURES, ".json"))
     except ConfigError as error:
-        raise SystemExit(f"error: {error}") from None
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def run(preset: str, *overrides: str, spans: bool = False) -> Result:

@@ -128,7 +128,8 @@ def main(
         if plot is not None:
             _plot(report["rows"], plot, shape)
     except (ConfigError, AsyncschedError) as error:
-        raise SystemExit(f"error: {error}") from None
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(2) from None
     text = publish(report, json_out, docs, "validate_h200", _markdown)
     if as_json:
         print(text)

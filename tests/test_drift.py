@@ -90,15 +90,19 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_a_bad_table_is_one_line(drift: ModuleType, tmp_path: Path, text: str) -> None:
+def test_a_bad_table_is_one_line(
+    drift: ModuleType, tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "table.csv").write_text(text)
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match=r"^2$"):
         drift.main(table=tmp_path / "table.csv")
-    assert str(caught.value).startswith("error: ")
-    assert str(caught.value).count("\n") == 0
-    assert re.search(BAD[text], str(caught.value)), str(caught.value)
-    with pytest.raises(SystemExit, match="error: --table"):
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert re.search(BAD[text], error), error
+    with pytest.raises(SystemExit, match=r"^2$"):
         drift.main(table=tmp_path)
+    assert capsys.readouterr().err.startswith("error: --table")
 
 
 def test_the_campaign_is_of_these_workloads(drift: ModuleType) -> None:

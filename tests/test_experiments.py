@@ -126,10 +126,20 @@ def test_a_sweep_on_two_processes_has_the_rows_of_one(tmp_path: Path) -> None:
 
 def test_a_study_checks_its_picture_before_the_work(tmp_path: Path) -> None:
     done = script("host_cost.py", "--plot", "no/where.png", folder=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert "no/where.png" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["validate_h200.py", "drift_h200.py"])
+def test_a_document_that_is_not_there_is_found_missing_before_the_work(name: str, tmp_path: Path) -> None:
+    done = script(name, "--docs", "missing.md", "--json-out", "out.json", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: --docs: 'missing.md' is not allowed; it cannot be read")
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_step_is_timed_and_a_variant_that_fails_is_one_line(tmp_path: Path) -> None:
