@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from asyncsched import stops
+from asyncsched.cli.app import run as run_command
 from asyncsched.config import EngineConfig
 from asyncsched.errors import ConfigError
-from asyncsched.fuzz import Finding, fuzz, run_episode, run_scenario
+from asyncsched.fuzz import Episode, Finding, fuzz, run_episode, run_scenario
 from asyncsched.fuzz_checks import COUNTED
 from asyncsched.fuzz_draw import FAULT_NAMES, FuzzOptions, draw_scenario
 from asyncsched.fuzz_policies import FAULTY, HONEST, full_name
@@ -377,3 +378,23 @@ def test_shrunk_cases_of_faults_that_were_fixed(path: Path) -> None:
 
 def test_there_are_shrunk_cases() -> None:
     assert len(CASES) >= 11
+
+
+def test_an_interrupt_says_what_was_done_and_where_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    episodes = [run_episode(seed) for seed in (41, 42, 43)]
+    rest = iter(episodes)
+
+    def until_interrupted(scenario: Scenario) -> Episode:
+        episode = next(rest, None)
+        if episode is None:
+            raise KeyboardInterrupt
+        return episode
+
+    monkeypatch.setattr("asyncsched.fuzz.run_scenario", until_interrupted)
+    assert run_command(["fuzz", "--seed", "41", "--json"]) == 130
+    out, err = capsys.readouterr()
+    assert out == ""
+    steps = sum(episode.steps for episode in episodes)
+    assert err == f"error: interrupted; 3 episodes, {steps} steps without a finding; --seed 44 goes on from there\n"

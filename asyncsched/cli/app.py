@@ -83,8 +83,8 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     except typer.Exit as end:
         return end.exit_code
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as stopped:  # a command may have said what was finished
+        return _fail(str(stopped) or "interrupted", INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has gone, and knows it
         return FAILED
     except (ConfigError, BadInputError) as error:

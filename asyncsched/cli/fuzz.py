@@ -51,15 +51,24 @@ def fuzz(
     limits = _limits(episodes, minutes, steps)
     options = FuzzOptions(depths=_parse_depths(depth), faults=_parse_faults(faults))
     first = _parse_count("--seed", seed, least=0)
+    passed = passed_steps = 0
     with progress_bar("fuzzing") as bar:
 
         def progress(done: int, total: int, elapsed: float) -> None:
+            nonlocal passed, passed_steps
+            passed, passed_steps = done, total
             if bar is not None:
                 share = {"episodes": done, "steps": total, "seconds": elapsed}
                 ((name, limit),) = limits.items()
                 bar(int(1000 * share[name] / limit), 1000)
 
-        report = run(first, options, progress=progress, **limits)  # type: ignore[arg-type]  # one limit by name
+        try:
+            report = run(first, options, progress=progress, **limits)  # type: ignore[arg-type]  # one limit by name
+        except KeyboardInterrupt:
+            found = (
+                f"{passed} episodes, {passed_steps} steps without a finding; --seed {first + passed} goes on from there"
+            )
+            raise KeyboardInterrupt(f"interrupted; {found}") from None
     command = f"asyncsched fuzz --seed {{}} --episodes 1 --depth {depth} --faults {faults}"
     if as_json:
         print_json(_report_json(report, command))
