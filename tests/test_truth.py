@@ -226,7 +226,7 @@ def test_the_study_meets_every_figure_where_the_truth_is_planted(
     for group, runs in groups.items():
         write_archive(tmp_path / f"cpu-planted-{group}.tar.xz", runs)
     picture, profile = tmp_path / "errors.png", tmp_path / "profile.toml"
-    given = {"shape": "planted", "runs": tmp_path, "device": "cpu", "profile_out": profile, "plot": picture}
+    given = {"shape": "planted", "runs": tmp_path, "device": "cpu", "profile_out": profile, "plot": picture, "draws": 5}
     validate_h200.main(**given, as_json=True)
     report = json.loads(capsys.readouterr().out)
     limited = [row for row in report["rows"] if row["limit"] is not None]
