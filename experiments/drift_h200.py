@@ -23,12 +23,13 @@ import numpy as np
 import typer
 from h200_workloads import ENGINE, MODES, ON_TIGHT, SPECS, TIGHT, Spec
 from numpy.typing import NDArray
+from one_line import errors_in_one_line
 from validate_h200 import DELAY_LIMITS, LIMITS, around_table, publish
 
 from asyncsched.cli.files import check_output
 from asyncsched.cli.runs import load_profile
 from asyncsched.cli.tables import print_table
-from asyncsched.errors import AsyncschedError, ConfigError
+from asyncsched.errors import ConfigError
 from asyncsched.runs import UNKNOWN, RequestLog, Run, RunInfo
 from sim.predict import predict
 from sim.profile import Profile
@@ -85,15 +86,12 @@ def main(
     docs: Annotated[Path | None, typer.Option(help="Replace the table in that file.")] = None,
 ) -> None:
     """Predict, compare."""
-    try:
+    with errors_in_one_line():
         check_output("--json-out", json_out, (".json",))
         around_table(docs, "drift_h200")
         prices = load_profile(profile)
         measured = _measured(table, prices)
         report = _report(prices, measured)
-    except (ConfigError, AsyncschedError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(2) from None
     text = publish(report, json_out, docs, "drift_h200", _markdown)
     if as_json:
         print(text)

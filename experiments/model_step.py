@@ -23,9 +23,10 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
+from one_line import errors_in_one_line, whole_numbers
 
 from asyncsched.cli.tables import print_table
-from asyncsched.errors import AsyncschedError
+from asyncsched.errors import AsyncschedError, ConfigError
 from executors.compiled import CompileSettings
 from executors.errors import one_line
 from executors.kv_cache import KvCache
@@ -103,9 +104,14 @@ def main(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
-    batches, contexts, names = _numbers(batch), _numbers(context), variants.split(",")
-    if unknown := [name for name in names if name not in VARIANTS]:
-        raise SystemExit(f"error: no variant {unknown[0]}; there are {', '.join(VARIANTS)}")
+    with errors_in_one_line():
+        batches, contexts, names = (
+            whole_numbers("--batch", batch),
+            whole_numbers("--context", context),
+            variants.split(","),
+        )
+        if unknown := [name for name in names if name not in VARIANTS]:
+            raise ConfigError("--variants", unknown[0], f"use {', '.join(VARIANTS)}")
     shape = "llama-tiny" if config == "tiny" else config
     bandwidth = copy_bandwidth(device)
     rows: list[dict[str, Any]] = []
@@ -262,13 +268,6 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
-
-
-def _numbers(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and 1 <= int(part) <= 10**6 for part in parts):
-        raise SystemExit(f"error: {text}: use whole numbers of at least 1, as in 1,32")
-    return [int(part) for part in parts]
 
 
 def _release() -> None:

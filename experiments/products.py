@@ -17,6 +17,7 @@ from typing import Annotated
 
 import torch
 import typer
+from one_line import errors_in_one_line, whole_numbers
 from torch import Tensor
 from torch.nn import functional
 
@@ -40,11 +41,13 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 def main(batch: Annotated[str, typer.Option(metavar="N,...", help="Rows of the input.")] = "1,8,32,256") -> None:
     """Microseconds per product, and milliseconds per step."""
+    with errors_in_one_line():
+        sizes = whole_numbers("--batch", batch)
     if not torch.cuda.is_available():
         raise SystemExit("error: needs a CUDA device")
     bandwidth, rate = _bandwidth(), _rate()
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s")
-    totals: dict[int, dict[str, float]] = {size: {} for size in map(int, batch.split(","))}
+    totals: dict[int, dict[str, float]] = {size: {} for size in sizes}
     table = []
     for name, (out, width, count) in SHAPES.items():
         weights = [_random(out, width) for _ in range(max(2, round(COLD_BYTES / (2 * out * width))))]

@@ -30,6 +30,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 from h200_workloads import DRY, DRY_TIGHT, ENGINE, GROUPS, MODES, ON_TIGHT, SPECS, TIGHT
+from one_line import errors_in_one_line
 
 from asyncsched.cli.files import check_output, write_output
 from asyncsched.errors import AsyncschedError, ConfigError
@@ -54,14 +55,12 @@ def main(
 ) -> None:
     """Record everything that is not there yet."""
     groups = only.split(",")
-    if unknown := [group for group in groups if group not in GROUPS]:
-        raise SystemExit(f"error: --only: {unknown[0]!r} is not allowed; use {', '.join(GROUPS)}")
-    if not out.is_dir():
-        raise SystemExit(f"error: --out: {str(out)!r} is not allowed; name a folder that exists")
-    try:
+    with errors_in_one_line():
+        if unknown := [group for group in groups if group not in GROUPS]:
+            raise ConfigError("--only", unknown[0], f"use {', '.join(GROUPS)}")
+        if not out.is_dir():
+            raise ConfigError("--out", str(out), "name a folder that exists")
         check_output("--pack", pack, (".tar",))
-    except ConfigError as error:
-        raise SystemExit(f"error: {error}") from None
     results = _Results(out, pack)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what there is gets written
     clock = _Clock(minutes * 60)

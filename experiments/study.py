@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from one_line import errors_in_one_line
+
 from asyncsched.cli.files import PICTURES, check_output
 from asyncsched.cli.tables import print_table
-from asyncsched.errors import ConfigError
 from sim.design import grid
 from sim.run import Result, simulate
 from sim.scenario import load_preset, override_values, read_preset
@@ -43,12 +43,9 @@ def trace_options(description: str | None) -> argparse.Namespace:
 
 def check(*paths: Path) -> None:
     """Exits with one line when a file could not be written after the work."""
-    try:
+    with errors_in_one_line():
         for path in paths:
             check_output("file", path, (*PICTURES, ".json"))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def run(preset: str, *overrides: str, spans: bool = False) -> Result:

@@ -24,10 +24,11 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
+from one_line import errors_in_one_line
 
 from asyncsched.cli.files import PICTURES, check_output, write_output
 from asyncsched.cli.tables import print_table
-from asyncsched.errors import AsyncschedError, ConfigError
+from asyncsched.errors import ConfigError
 from asyncsched.run_files import ARCHIVE, read_runs
 from asyncsched.runs import Run
 from sim.calibrate import calibrate
@@ -110,7 +111,7 @@ def main(
     plot: Annotated[Path | None, typer.Option(help="Draw the errors: .png, .svg or .pdf.")] = None,
 ) -> None:
     """Fit, predict, compare."""
-    try:
+    with errors_in_one_line():
         check_output("--plot", plot, PICTURES)
         check_output("--profile-out", profile_out, (".toml",))
         check_output("--json-out", json_out, (".json",))
@@ -127,9 +128,6 @@ def main(
             write_output("--profile-out", profile_out, to_toml(profile).encode())
         if plot is not None:
             _plot(report["rows"], plot, shape)
-    except (ConfigError, AsyncschedError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(2) from None
     text = publish(report, json_out, docs, "validate_h200", _markdown)
     if as_json:
         print(text)

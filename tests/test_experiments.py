@@ -152,9 +152,12 @@ def test_a_model_step_is_timed_and_a_variant_that_fails_is_one_line(tmp_path: Pa
     assert done.returncode == 0
     assert "merged: attention: 'triton' is not allowed" in done.stdout
     done = script("model_step.py", "--variants", "fast", folder=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: no variant fast; there are eager, compiled, merged, both, ")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --variants: 'fast' is not allowed; use eager, compiled, merged, both, ")
     assert done.stderr.count("\n") == 1
+    done = script("products.py", "--batch", "1,x", folder=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: --batch: '1,x' is not allowed; use whole numbers of at least 1")
 
 
 def test_the_simulator_bench_reports_both_ways_and_a_fleet(tmp_path: Path) -> None:

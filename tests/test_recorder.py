@@ -194,7 +194,9 @@ def test_a_clock_that_drifts_is_set_right(monkeypatch: pytest.MonkeyPatch) -> No
     assert (steps.start("compute") < steps.start("launch") - slack).all()  # it does drift
 
 
-def test_a_pack_holds_all_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pack_holds_all_archives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of the script that records on a GPU; one in the same folder is not in itself."""
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "experiments")
     recording = importlib.import_module("record_h200")
@@ -205,8 +207,12 @@ def test_a_pack_holds_all_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with tarfile.open(tmp_path / "all.tar") as file:
         held = {name: file.extractfile(name).read() for name in file.getnames()}  # type: ignore[union-attr]
     assert held == {f"h200-llama-8b-{group}.tar.xz": group.encode() for group in ("fit", "tight")}
-    with pytest.raises(SystemExit, match=r"error: --pack: .*must end in \.tar"):
-        recording.main(tmp_path, pack=tmp_path / "all.zip")
+    for options in ({"pack": tmp_path / "all.zip"}, {"only": "fit,all"}, {"out": tmp_path / "none"}):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            recording.main(**{"out": tmp_path, **options})
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: --{next(iter(options))}: ")
+        assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
