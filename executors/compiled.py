@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from executors import gated
 from executors.bound import BoundLayers, Traced, recording
 from executors.errors import UnsupportedModelError
 from executors.kv_cache import KvCache
@@ -65,6 +66,7 @@ class CompileSettings:
 
     def compile_graph(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend's code. Inductor's is cached between runs, in TORCHINDUCTOR_CACHE_DIR or the temporary folder."""
+        gated.fuse(graph)
         if self.backend != "inductor":
             return torch._dynamo.lookup_backend(self.backend)(graph, inputs)
         from torch._inductor.compile_fx import compile_fx  # slow to import, and only used here

@@ -93,7 +93,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     flat = x.reshape(rows, depth).contiguous()
     if rows == 1:
         output = triton_product.product_of_row(flat, weight, bias)
-    elif tiling := tiling_of(rows, columns, depth, _multiprocessors(weight.device)):
+    elif tiling := tiling_of(rows, columns, depth, multiprocessors(weight.device)):
         scratch = _scratch(weight.device, torch.cuda.current_stream(weight.device).cuda_stream)
         output = triton_product.product_of_rows(flat, weight, bias, tiling, scratch)
     else:
@@ -111,7 +111,7 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -121,7 +121,7 @@ def _scratch(device: torch.device, stream: int) -> Scratch:
     if key not in _scratches:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a product's room has to be there before the product is captured: run it once before")
-        tiles = 2 * _multiprocessors(device)  # `tiling_of` splits until there are so many programs, at most
+        tiles = 2 * multiprocessors(device)  # `tiling_of` splits until there are so many programs, at most
         partial = torch.empty(tiles * NARROW.columns * NARROW_ROWS, dtype=torch.float32, device=device)
         _scratches[key] = Scratch(partial, torch.zeros(tiles, dtype=torch.int32, device=device))
     return _scratches[key]

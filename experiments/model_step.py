@@ -60,7 +60,7 @@ VARIANTS = {
 
 CLASSES = (  # by the first name that matches; the compiler names its kernels after all that is in them and near them
     ("other", re.compile(r"triton_(poi|red|per|for)_")),
-    ("matmul", re.compile(r"triton_tem|gemm|gemv|nvjet|cutlass|cublas|splitK|multiply_row", re.I)),
+    ("matmul", re.compile(r"triton_tem|gemm|gemv|nvjet|cutlass|cublas|splitK|multiply_row|gate_row", re.I)),
     ("kv write", re.compile(r"index_copy|indexFunc|write_kv", re.I)),
     ("attention", re.compile(r"attend|attention|combine_splits|flash|fmha", re.I)),
     ("sampling", re.compile(r"_find_peaks|_choose")),

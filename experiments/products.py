@@ -6,7 +6,8 @@ Only on CUDA. A product is x W^T, x [batch, in], W [out, in], bf16, merged as th
 in one graph with copies of its weight, 4 GB in all: with a few hundred megabytes a seventh of a weight is still in the
 cache when its turn comes again. Ours is what `executors.few_rows` does for that shape, which may be the library. The
 floor is the larger of the weight's bytes over the bandwidth of a copy and of the operations over the rate of a large
-square product, both measured here. All times are microseconds. Takes about half a minute.
+square product, both measured here. Behind the product of gate and up comes what joins them: a kernel behind the
+library's, the same kernel in ours (`executors.gated`). All times are microseconds. Takes about half a minute.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from asyncsched.cli.tables import print_table
-from executors import few_rows
+from executors import few_rows, gated
 
 LAYERS = 32
+GATED = "gate, up, joined"
 SHAPES = {  # of the Llama 8B shape: out, in, how often per step
     "q, k, v": (6144, 4096, LAYERS),
     "o": (4096, 4096, LAYERS),
-    "gate, up": (28672, 4096, LAYERS),
+    GATED: (28672, 4096, LAYERS),
     "down": (4096, 14336, LAYERS),
     "logits": (128256, 4096, 1),
 }
@@ -53,29 +55,43 @@ def main(batch: Annotated[str, typer.Option(metavar="N,...", help="Rows of the i
         weights = [_random(out, width) for _ in range(max(2, round(COLD_BYTES / (2 * out * width))))]
         for size, of_step in totals.items():
             floor = max(2 * out * width / bandwidth, 2 * size * out * width / rate) * 1e6
-            found = {"floor": floor, **_measured(_random(size, width), weights)}
+            found = {"floor": floor, **_measured(name, _random(size, width), weights)}
             for kind, us in found.items():
                 of_step[kind] = of_step.get(kind, 0.0) + us * count / 1e3
-            table.append([str(size), name, *(f"{us:.1f}" for us in found.values()), _chosen(size, out, width)])
+            table.append([str(size), name, *(f"{us:.1f}" for us in found.values()), _chosen(name, size, out, width)])
     kinds = list(next(iter(totals.values())))
     print_table("us per product", ["batch", "product", *kinds, "ours is"], table, numbers=kinds)
     rows = [[str(size), *(f"{ms:.3f}" for ms in of_step.values())] for size, of_step in totals.items()]
     print_table("ms per step", ["batch", *kinds], rows, numbers=kinds)
 
 
-def _measured(x: Tensor, weights: list[Tensor]) -> dict[str, float]:
+def _measured(name: str, x: Tensor, weights: list[Tensor]) -> dict[str, float]:
+    def library(x: Tensor, weight: Tensor) -> Tensor:
+        from executors.triton_gated import joined  # needs Triton
+
+        output = functional.linear(x, weight)
+        return joined(output, "silu") if name == GATED else output
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        if name == GATED:
+            return torch.ops.asyncsched.gated(x, weight, "silu")
+        return torch.ops.asyncsched.linear(x, weight, None)
+
     found = {}
-    for name in ("cublas", "cublaslt"):  # the latter last: ours falls back to it, as in the engine
-        torch.backends.cuda.preferred_blas_library(name)
-        found[name] = _us(functional.linear, x, weights)
-    return found | {"ours": _us(lambda x, weight: torch.ops.asyncsched.linear(x, weight, None), x, weights)}
+    for kind in ("cublas", "cublaslt"):  # the latter last: ours falls back to it, as in the engine
+        torch.backends.cuda.preferred_blas_library(kind)
+        found[kind] = _us(library, x, weights)
+    return found | {"ours": _us(ours, x, weights)}
 
 
-def _chosen(batch: int, out: int, width: int) -> str:
+def _chosen(name: str, batch: int, out: int, width: int) -> str:
     if batch == 1:
         return "a row's kernel"
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    tiling = few_rows.tiling_of(batch, out, width, multiprocessors) if batch <= few_rows.MAX_ROWS else None
+    multiprocessors = few_rows.multiprocessors(torch.device("cuda"))
+    if name == GATED:
+        tiling = gated.tiling_of(batch, out // 2, width, multiprocessors)
+    else:
+        tiling = few_rows.tiling_of(batch, out, width, multiprocessors) if batch <= few_rows.MAX_ROWS else None
     return "cublaslt" if tiling is None else f"{tiling.columns} x {tiling.depth}, in {tiling.splits}"
 
 

@@ -97,7 +97,7 @@ def test_the_operation_for_any_number_of_rows(rows: int) -> None:
 @needs_cuda
 def test_products_on_two_streams_at_once_do_not_mix() -> None:
     x, weight, _ = operands(8, 4096, 4096, torch.bfloat16, has_bias=False)
-    assert few_rows.tiling_of(8, 4096, 4096, few_rows._multiprocessors(weight.device)).splits > 1
+    assert few_rows.tiling_of(8, 4096, 4096, few_rows.multiprocessors(weight.device)).splits > 1
     inputs = [x, x.flip(0).contiguous()]
     expected = [torch.ops.asyncsched.linear(each, weight, None) for each in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]
