@@ -4,7 +4,8 @@ A step that is padded to a bucket runs as one captured CUDA graph per (slot, buc
 of a decode bucket every row is a sequence; in that of a mixed bucket, the device reads which sequences decode and which
 prefill. The first step of a shape runs kernel by kernel, as padded as all others: what happens when a kernel is loaded
 must not happen in a capture. Its graphs are captured when they are next needed, which costs the host what an eager step
-does, once per slot. All graphs share a memory pool, because they run one after the other on one lane.
+does, once per slot; or before the first request, where somebody said what requests will ask for. All graphs share a
+memory pool, because they run one after the other on one lane.
 
 Where a step cannot be captured, because its forward pass waits for the device, it and all that are not captured yet run
 kernel by kernel.
@@ -97,14 +98,28 @@ class ComputeLane:
                     return
         stream.replay(graph)
 
-    def try_capture(self, stream: Stream, slot: Slot) -> str:
-        """Runs and captures the smallest bucket. Where the model cannot be captured, graphs are off; returns why."""
-        if self._use_graphs and self.config.decode_buckets:
-            buckets = (self.config.decode_buckets[0], 0)
-            with stream.on():
-                self._run_padded(slot, buckets, 0)
-                self._has_run.add((buckets, 0))
-                self._graph(slot, buckets, 0)
+    @property
+    def shapes(self) -> list[Buckets]:
+        """Of the steps that run as graphs, beginning with the smallest decode step."""
+        if not self._use_graphs:
+            return []
+        mixed = self.config.mixed_buckets if self.model.backend.captures_mixed else ()
+        return [(size, 0) for size in self.config.decode_buckets] + [(0, size) for size in mixed]
+
+    def capture(self, stream: Stream, slots: Sequence[Slot], shapes: Sequence[Buckets], features: int) -> str:
+        """Runs each shape once and captures it in each slot, while there is no request yet and inputs are zeros.
+
+        Where the model cannot be captured, graphs are off; returns why.
+        """
+        features = variant(features)
+        for buckets in shapes:
+            for slot in slots:
+                with stream.on():
+                    self.sampler.allocate(features)
+                    if (buckets, features) not in self._has_run:
+                        self._run_padded(slot, buckets, features)
+                        self._has_run.add((buckets, features))
+                    self._graph(slot, buckets, features)
         return self.refusal
 
     def offload(self, stream: Stream, plan: StepPlan) -> None:

@@ -23,7 +23,7 @@ from asyncsched.request import SamplingParams, TokenArray
 from asyncsched.scheduler import Scheduler
 from asyncsched.timeline import Timeline
 from executors.compiled import CompileSettings
-from executors.compute import ComputeLane
+from executors.compute import ComputeLane, variant
 from executors.cpu import CpuLanes
 from executors.cuda import CudaLanes
 from executors.engine import DEAD, Deliverer, Engine
@@ -35,12 +35,14 @@ from executors.model_files import load_tokenizer
 from executors.models import Model
 from executors.nvtx import mark, recorder
 from executors.outputs import RequestOutput, StreamPiece
+from executors.sampling_layout import Features
 from executors.sampling_rows import SamplingRows
 from executors.sampling_state import SamplerState
 from executors.settings import (
     check_model,
     check_seed,
     check_settings,
+    check_warm_up,
     compile_settings,
     depth_of,
     device_of,
@@ -68,6 +70,8 @@ class LLM:
     timeline    record spans of every lane
     decisions   keep the scheduler's decision log, in `log`; without a choice, where there is a timeline
     compile     compile the model's layers; None means on CUDA
+    warm_up     parameters like those that requests will have: CUDA graphs for them are captured now. The others are
+                captured when they are needed: the first steps of each shape take as long as launching them does
     nvtx        mark steps and lanes for Nsight Systems; needs CUDA
     report      called with one line for each stage of start-up
 
@@ -94,6 +98,7 @@ class LLM:
         report: Report | None = None,
         attention: str = "auto",
         compile: bool | CompileSettings | None = None,
+        warm_up: Sequence[SamplingParams] = (),
         **engine: Any,
     ) -> None:
         started = time.perf_counter()
@@ -107,6 +112,7 @@ class LLM:
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         check_model(model, dummy_weights)
         check_seed(seed)
+        check_warm_up(warm_up)
         steps = depth_of(mode, depth)
         check_settings(steps, num_blocks, engine)
         where = device_of(device)
@@ -140,6 +146,8 @@ class LLM:
         self.frontend = Frontend(None if tokenizer == "auto" else tokenizer, eos_token_ids(self.model), why)
         lanes: Lanes = CudaLanes(where, timed=timeline) if where.type == "cuda" else CpuLanes()
         self._sampling_rows = SamplingRows(self.scheduler.rows.capacity, self.model.vocab_size, seed=seed)
+        for params in warm_up:
+            self._sampling_rows.check(params)
         executor = self._executor(kv, lanes)
         if marks is not None:
             mark(executor, marks)
@@ -147,9 +155,7 @@ class LLM:
         self.engine = Engine(self.scheduler, executor, _deliverer(self.frontend, self._results))
         self._claims: dict[str, deque[Result]] = {}  # who drives the engine for a prompt gets its results
         self._ids = (str(number) for number in itertools.count())
-        if lanes.graphs:
-            say("capturing the first CUDA graph")
-        refusal = self._capture(lanes)
+        refusal = self._capture(lanes, warm_up, say) if lanes.graphs else ""
         if refusal:
             say(f"CUDA graphs are off, decode steps are launched kernel by kernel: {refusal}")
         self.graphs = lanes.graphs and not refusal
@@ -320,11 +326,16 @@ class LLM:
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
-    def _capture(self, lanes: Lanes) -> str:
-        """Finds out whether the model's decode steps can be captured; returns why not."""
-        if not lanes.graphs:
-            return ""
-        refusal = self._compute.try_capture(lanes.stream(Lane.COMPUTE), self.engine.executor.slots[0])
+    def _capture(self, lanes: Lanes, warm_up: Sequence[SamplingParams], say: Report) -> str:
+        """Finds out whether the model's decode steps can be captured, and returns why not; captures what is asked."""
+        stream, slots, shapes = lanes.stream(Lane.COMPUTE), self.engine.executor.slots, self._compute.shapes
+        say("capturing the first CUDA graph")
+        refusal = self._compute.capture(stream, slots[:1], shapes[:1], Features.NONE)
+        needs = (self._sampling_rows.needs(params.with_eos(eos_token_ids(self.model))) for params in warm_up)
+        for features in sorted(set(map(variant, needs))):
+            if not refusal:
+                say(f"capturing {len(slots) * len(shapes)} CUDA graphs")
+                refusal = self._compute.capture(stream, slots, shapes, features)
         torch.cuda.synchronize(lanes.device)
         return refusal
 

@@ -69,6 +69,11 @@ class SamplingRows:
         if edits > MAX_EDITS:
             raise ConfigError("logit_bias", edits, f"use up to {MAX_EDITS} biased tokens and stop ids in all")
 
+    def needs(self, params: SamplingParams) -> int:
+        """The features of steps with such a request, in all of its steps together."""
+        features = _used(params, self.vocab_size)
+        return features | Features.EDITS if self._suppressed(params) else features
+
     def seat(
         self, row: int, number: int, params: SamplingParams, prompt_tokens: TokenArray, output_tokens: TokenArray
     ) -> None:
@@ -154,7 +159,8 @@ class SamplingRows:
 
     def _write(self, row: int, params: SamplingParams) -> None:
         random = not params.is_greedy
-        top_k = params.top_k if random and 0 < params.top_k < self.vocab_size else self.vocab_size
+        features = _used(params, self.vocab_size)
+        top_k = params.top_k if features & Features.TOP_K else self.vocab_size
         biases = _biases(params)
         words = self._words[row]
         words[: Word.INV_TEMPERATURE] = row, len(biases), 0, 0, top_k
@@ -167,16 +173,7 @@ class SamplingRows:
             params.presence_penalty,
             params.frequency_penalty,
         )
-        used = {
-            Features.RANDOM: random,
-            Features.MIN_P: floats[Word.MIN_P] > 0,
-            Features.TOP_K: top_k < self.vocab_size,
-            Features.TOP_P: floats[Word.TOP_P] < 1,
-            Features.PENALTIES: params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty,
-            Features.EDITS: bool(biases),
-            Features.LOGPROBS: params.logprobs is not None,
-        }
-        self._features[row] = sum(feature for feature, is_used in used.items() if is_used)
+        self._features[row] = features
         self._suppress_until[row] = self._num_suppressed[row] = 0
 
     def _suppressed(self, params: SamplingParams) -> list[int]:
@@ -234,6 +231,21 @@ class SlotSampling:
             self._num_neutral = num_rows
             self.words[:num_rows] = self._rows.neutral
         return look.features
+
+
+def _used(params: SamplingParams, vocab_size: int) -> int:
+    """Features whatever the length of the output, of values as float32 has them."""
+    random = not params.is_greedy
+    used = {
+        Features.RANDOM: random,
+        Features.MIN_P: random and np.float32(params.min_p) > 0,
+        Features.TOP_K: random and 0 < params.top_k < vocab_size,
+        Features.TOP_P: random and np.float32(params.top_p) < 1,
+        Features.PENALTIES: params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty,
+        Features.EDITS: bool(_biases(params)),
+        Features.LOGPROBS: params.logprobs is not None,
+    }
+    return sum(feature for feature, is_used in used.items() if is_used)
 
 
 def _biases(params: SamplingParams) -> tuple[tuple[int, float], ...]:

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from asyncsched.config import FIELD_NAMES, EngineConfig
 from asyncsched.errors import ConfigError
+from asyncsched.request import SamplingParams
 from executors.compiled import CompileSettings
 from executors.kv_cache import free_memory
 from executors.models import Model
@@ -39,6 +40,11 @@ def check_model(model: object, dummy_weights: bool) -> None:
 def check_seed(seed: object) -> None:
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise ConfigError("seed", seed, "use a whole number from 0 to 2**63 - 1")
+
+
+def check_warm_up(warm_up: object) -> None:
+    if not isinstance(warm_up, list | tuple) or not all(isinstance(params, SamplingParams) for params in warm_up):
+        raise ConfigError("warm_up", warm_up, "use a list of SamplingParams")
 
 
 def depth_of(mode: str | None, depth: int | None) -> int:

@@ -282,7 +282,9 @@ def mixed(setup: Setup, budgets: tuple[int, ...] = (320, 512)) -> list[Row]:
         tokens = in_flight + setup.less(budget - 64, 16)
         for mode, depth in DEPTHS.items():
             longest = Load(in_flight + 8, prompts[1], 3 * interval * in_flight)
-            with ours(setup, depth, [longest], max_num_batched_tokens=tokens) as engine:
+            with ours(
+                setup, depth, [longest], max_num_batched_tokens=tokens, warm_up=[SamplingParams(temperature=0.0)]
+            ) as engine:
                 figures = _Arrivals(engine.llm, in_flight, prompts, interval).run(steps=setup.less(1000, 200))
             rows.append({"mode": mode, "budget": tokens, **figures})
     return rows
@@ -307,7 +309,7 @@ class _Arrivals:
             self._submit()
         while any(not times for times in self.running.values()):
             self._step()
-        self._go_on(8 * self.interval)  # arrivals too: what they need is compiled and captured by now
+        self._go_on(8 * self.interval)  # arrivals too
         timeline = Timeline()
         self.llm.engine.executor.record(timeline)
         self._go_on(4)

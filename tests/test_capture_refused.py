@@ -13,7 +13,9 @@ import torch
 from test_llm import GREEDY, PROMPTS, tiny_llm, tokens_of
 
 from asyncsched.inputs import Buckets
+from asyncsched.program import Lane
 from asyncsched.request import SamplingParams
+from executors.compute import variant
 from executors.llm import LLM
 
 
@@ -50,6 +52,36 @@ def test_memory_that_runs_out_fails_the_step_and_no_graph(monkeypatch: pytest.Mo
     assert all("no memory" in output.message for output in outputs)
     assert len(tried) > 1
     assert not llm._compute.refusal
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(top_p=0.5)])
+def test_a_warm_up_runs_each_shape_once_and_captures_it_in_every_slot(
+    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = tiny_llm(depth=2, decode_buckets=(1, 2, 5))
+    compute, slots = llm._compute, llm.engine.executor.slots
+    assert compute.shapes == []
+    compute._use_graphs = True
+    ran: list[tuple[Buckets, int]] = []
+    captured: list[tuple[int, Buckets, int]] = []
+    run = compute._run_padded
+
+    def run_padded(slot: Any, buckets: Buckets, features: int) -> None:
+        ran.append((buckets, features))
+        run(slot, buckets, features)
+
+    def capture(slot: Any, buckets: Buckets, features: int) -> object:
+        captured.append((slot.index, buckets, features))
+        return object()
+
+    monkeypatch.setattr(compute, "_run_padded", run_padded)
+    monkeypatch.setattr(compute, "_capture", capture)
+    features = variant(llm._sampling_rows.needs(params))
+    stream = llm.engine.executor.lanes.stream(Lane.COMPUTE)
+    for _ in range(2):  # there is nothing left for the second time
+        assert compute.capture(stream, slots, compute.shapes, features) == ""
+        assert ran == [((size, 0), features) for size in (1, 2, 5)]
+        assert captured == [(slot, (size, 0), features) for size in (1, 2, 5) for slot in (0, 1)]
 
 
 class BrokenOff:

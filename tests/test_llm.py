@@ -33,9 +33,11 @@ from transformers import GenerationConfig
 from asyncsched import AsyncEngine, SamplingParams, Scheduler
 from asyncsched.config import EngineConfig
 from asyncsched.errors import AsyncschedError, ConfigError
+from asyncsched.inputs import Buckets
 from asyncsched.timeline import LANES
 from executors import hub
 from executors.async_engine import EngineStoppedError
+from executors.compute import ComputeLane
 from executors.cpu import CpuLanes
 from executors.errors import EngineDeadError, ModelLoadError
 from executors.llm import LLM
@@ -531,6 +533,9 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "attention": ({"attention": "flash"}, ("attention: 'flash'", "plain")),
     "seed": ({"seed": -1}, ("seed: -1", "2**63 - 1")),
+    "warm_up": ({"warm_up": SamplingParams()}, ("warm_up: SamplingParams(", "list of SamplingParams")),
+    "warm_up of something else": ({"warm_up": [{"top_k": 3}]}, ("warm_up: [{'top_k': 3}]", "list of SamplingParams")),
+    "warm_up for what cannot be": ({"warm_up": [SamplingParams(logprobs=21)]}, ("logprobs: 21", "up to 20")),
     "compile": ({"compile": "yes"}, ("compile: 'yes'", "True, False or None")),
     "weights that nobody asked for": ({"dummy_weights": False}, ("dummy_weights: False", "no weights")),
 }
@@ -1073,16 +1078,35 @@ def test_every_stage_of_start_up_is_reported(monkeypatch: pytest.MonkeyPatch) ->
     assert not llm.graphs
     assert [stage for stage, _ in llm.stages] == said
     assert 0 <= llm.stages[0][1] <= llm.stages[-1][1] == llm.startup_s
+
+
+@pytest.mark.parametrize("refusal", ["", "experts wait for the device"])
+def test_start_up_captures_what_it_was_told_of(refusal: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuLanes, "graphs", True)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(LLM, "_capture", lambda *_: "experts wait for the device")
-    said.clear()
-    assert not tiny_llm(report=said.append, compile=False).graphs
-    assert said[-3:] == [
-        "capturing the first CUDA graph",
-        "CUDA graphs are off, decode steps are launched kernel by kernel: experts wait for the device",
-        "ready",
-    ]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    asked: list[tuple[int, list[Buckets], int]] = []
+
+    def capture(_: object, __: object, slots: list[Any], shapes: list[Buckets], features: int) -> str:
+        asked.append((len(slots), shapes, features))
+        return refusal
+
+    monkeypatch.setattr(ComputeLane, "capture", capture)
+    said: list[str] = []
+    config = TINY["llama"]()
+    config.eos_token_id = 2  # which the second request may not sample at first: an edit of logits
+    warm_up = [SamplingParams(temperature=0.0), SamplingParams(top_p=0.5, min_tokens=2), SamplingParams(top_k=5)]
+    options = {"compile": False, "depth": 2, "decode_buckets": (1, 5)}
+    llm = tiny_llm(config=config, report=said.append, warm_up=warm_up, **options)
+    first, several = (1, [(1, 0)], 0), [(2, [(1, 0), (5, 0)], features) for features in (0, 15, 63)]
+    if refusal:
+        assert asked == [first]
+        stages = [f"CUDA graphs are off, decode steps are launched kernel by kernel: {refusal}"]
+    else:
+        assert asked == [first, *several]
+        stages = ["capturing 4 CUDA graphs"] * 3
+    assert said[-2 - len(stages) :] == ["capturing the first CUDA graph", *stages, "ready"]
+    assert llm.graphs == (not refusal)
 
 
 def test_the_defaults_follow_the_model() -> None:

@@ -114,6 +114,32 @@ def test_parameters_are_frozen_values() -> None:
     assert SamplingParams(stop=None).stop == ()  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("params", "needed"),
+    [
+        ({"temperature": 0.0}, 0),
+        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5, "min_p": 0.5}, 0),
+        ({}, Features.RANDOM),
+        ({"top_k": 50}, Features.RANDOM),
+        ({"top_k": 5}, Features.RANDOM | Features.TOP_K),
+        ({"top_p": 0.5, "min_p": 0.1}, Features.RANDOM | Features.TOP_P | Features.MIN_P),
+        ({"temperature": 0.0, "presence_penalty": 0.5}, Features.PENALTIES),
+        ({"temperature": 0.0, "logit_bias": {1: 1.0}}, Features.EDITS),
+        ({"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (1,)}, Features.EDITS),
+        ({"temperature": 0.0, "min_tokens": 2}, 0),
+        ({"temperature": 0.0, "logprobs": 0}, Features.LOGPROBS),
+    ],
+)
+def test_what_a_request_needs_is_known_before_it_is_seated(params: dict[str, Any], needed: int) -> None:
+    """And is what its steps use, all together."""
+    sampler = Sampler(2, 50)
+    asked = SamplingParams(**params)
+    assert sampler.rows.needs(asked) == needed
+    sampler.seat(1, asked)
+    used = [sampler.rows.features(plan_of([1], [end])) for end in (1, 2, 3)]
+    assert int(np.bitwise_or.reduce(used)) == needed
+
+
 def test_end_of_sequence_joins_the_stop_ids() -> None:
     params = SamplingParams(stop_token_ids=(5,))
     assert params.with_eos((2, 5)).stop_token_ids == (5, 2)

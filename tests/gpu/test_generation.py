@@ -46,6 +46,28 @@ def tokens(name: str, depth: int, **engine: object) -> tuple[list[tuple[int, ...
     return [output.outputs[0].token_ids for output in llm.generate(prompts(12), GREEDY)], llm
 
 
+@pytest.mark.parametrize("params", [GREEDY, EVERYTHING])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_after_a_warm_up_no_step_is_captured_and_tokens_stay(depth: int, params: SamplingParams) -> None:
+    options = {**SMALL, "mixed_buckets": (16, 64), "max_num_batched_tokens": 64, "enable_chunked_prefill": True}
+    made = [
+        LLM(
+            TINY["llama"](), depth=depth, device="cuda", dtype="float32", dummy_weights=True, warm_up=warm_up, **options
+        )
+        for warm_up in ([], [params])
+    ]
+    graphs = [llm._compute._graphs.copy() for llm in made]
+    assert len(graphs[0]) == 1
+    assert len(graphs[1]) >= depth * (len(made[1].config.decode_buckets) + 2)
+    cold, warm = ([output.outputs[0] for output in llm.generate(prompts(12), params)] for llm in made)
+    assert [output.token_ids for output in warm] == [output.token_ids for output in cold]
+    assert [output.logprobs for output in warm] == [output.logprobs for output in cold]
+    features = {key[2] for key in graphs[1]} - {0}
+    late = [key for key in made[1]._compute._graphs.keys() - graphs[1].keys() if not features or key[2] in features]
+    assert not late
+    assert made[0]._compute._graphs.keys() - graphs[0].keys()
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral-window", "gpt-oss-sinks"])
 def test_every_depth_gives_the_tokens_of_generate(name: str) -> None:
     expected = None
