@@ -1,11 +1,9 @@
 """From a recording to its validation, by commands: real runs on the CPU, and planted ones whose truth is known."""
 
-import importlib.util
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -199,19 +197,12 @@ def test_a_delay_is_predicted(planted: Path) -> None:
         assert 1e3 * (row.predicted - row.measured) == pytest.approx(longer_us, abs=2)
 
 
-def study(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "experiments" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_study_meets_every_figure_where_the_truth_is_planted(
-    planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    validate_h200 = study("validate_h200")
+    monkeypatch.syspath_prepend(ROOT / "experiments")
+    import validate_h200
+
     groups: dict[str, list[Any]] = {"fit": [], "heldout": [], "delay": []}
     for depth, mode in ((1, "sync"), (2, "async")):
         groups["fit"] += [happened(run, TRUTH) for run in workloads(depth)]
