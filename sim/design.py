@@ -41,15 +41,20 @@ class Range(NamedTuple):
 
 
 def parse_vary(text: str) -> tuple[str, list[object]]:
-    """`host.scale=0.5,1,2` or `mode=sync,async`: the key and its values. Raises ConfigError."""
+    """`host.scale=0.5,1,2` or `mode=sync,async`: the key and its values. Raises ConfigError, also where two of them are
+    equal, as 1 and 1.0 are."""
     key, separator, values = text.partition("=")
     if not separator or not key.strip() or not values.strip():
         raise ConfigError("--vary", text, "use key=value,value,... as in host.scale=0.5,1,2")
     try:
         parsed = tomllib.loads(f"values = [{values}]")
     except tomllib.TOMLDecodeError:  # bare words such as sync,async
-        return key.strip(), [parse_value(value) for value in values.split(",")]
-    return key.strip(), parsed["values"]
+        parsed = {"values": [parse_value(value) for value in values.split(",")]}
+    found: list[object] = parsed["values"]
+    for place, value in enumerate(found):
+        if any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in found[:place]):
+            raise ConfigError("--vary", text, f"{value!r} is there twice; give each value of {key.strip()} once")
+    return key.strip(), found
 
 
 def parse_range(text: str) -> tuple[str, Range]:

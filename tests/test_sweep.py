@@ -137,6 +137,7 @@ def test_jobs_zero_is_refused():
         ("mode=sync,async, depth=3", ("mode", ["sync", "async", "depth=3"])),
         ("engine.decode_buckets=[1,2],[4]", ("engine.decode_buckets", [[1, 2], [4]])),
         ("x=1,two", ("x", [1, "two"])),
+        ("x=1,true,'1'", ("x", [1, True, "1"])),
     ],
 )
 def test_vary_options(text, parsed):
@@ -147,3 +148,23 @@ def test_vary_options(text, parsed):
 def test_vary_options_without_key_or_values_are_refused(text):
     with pytest.raises(ConfigError, match=r"^--vary: .* is not allowed; use key=value,value"):
         parse_vary(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("host.scale=1,1", "1"),
+        ("host.scale=2,1,1.0", "1.0"),
+        ("host.scale=1.0,2,1e0", "1.0"),
+        ("mode=sync,async, sync", "'sync'"),
+        ("decode_buckets=[1,2],[4],[1,2.0]", "[1, 2.0]"),
+        ("enable_prefix_caching=true,true", "True"),
+    ],
+)
+def test_a_value_that_is_varied_twice_is_refused(text, value):
+    """Its points would be run and shown twice."""
+    with pytest.raises(ConfigError) as caught:
+        parse_vary(text)
+    key = text.partition("=")[0]
+    said = f"--vary: {text!r} is not allowed; {value} is there twice; give each value of {key} once"
+    assert str(caught.value) == said
