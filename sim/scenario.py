@@ -223,17 +223,31 @@ def read_scenario(path: str | Path) -> dict[str, Any]:
 
 def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """`data` with each `dotted.key=value` set; values are read by `parse_value`. Raises ConfigError."""
-    values: dict[str, object] = {}
+    texts = split_overrides(overrides, "host.plan_us=250")
+    return override_values(data, {key: parse_value(text) for key, text in texts.items()})
+
+
+def split_overrides(overrides: Iterable[str], example: str) -> dict[str, str]:
+    """`key=value` of each as key and text. Raises ConfigError, also where a later one would undo an earlier one."""
+    texts: dict[str, str] = {}
     for override in overrides:
-        key, separator, text = override.partition("=")
-        if not separator or not key.strip():
-            raise ConfigError("--set", override, "use key=value, as in host.plan_us=250")
-        values[key.strip()] = parse_value(text)
-    return override_values(data, values)
+        key, separator, text = (part.strip() for part in override.partition("="))
+        if not separator or not key:
+            raise ConfigError("--set", override, f"use key=value, as in {example}")
+        for other in texts:
+            if f"{dotted_key(other)}.".startswith(f"{dotted_key(key)}."):
+                raise ConfigError("--set", override, f"{other}={texts[other]} is set already; set it once")
+        texts[key] = text
+    return texts
+
+
+def dotted_key(name: str) -> str:
+    """A setting of the engine needs no `engine.` before it."""
+    return f"engine.{name}" if name in _ENGINE_SECTION.model_fields else name
 
 
 def override_values(data: Mapping[str, Any], values: Mapping[str, object]) -> dict[str, Any]:
-    """`data` with each dotted key set to a value; a name of the engine needs no `engine.` before it.
+    """`data` with each key, as `dotted_key` reads it, set to a value.
 
     A new `mode` or `depth` replaces the other's old value as well.
     """
@@ -243,7 +257,7 @@ def override_values(data: Mapping[str, Any], values: Mapping[str, object]) -> di
     if "mode" in values and "depth" not in values:
         result.pop("depth", None)
     for name, value in values.items():
-        dotted = f"engine.{name}" if name in _ENGINE_SECTION.model_fields else name
+        dotted = dotted_key(name)
         *parents, key = dotted.split(".")
         table = result
         for depth, parent in enumerate(parents):

@@ -122,6 +122,10 @@ def test_advice_on_a_run_in_words(capsys: Captured, tmp_path: Path) -> None:
         (["RUN", "--goodput", "ttft:5"], "--goodput: 'ttft:5' is not allowed; it goes with a scenario"),
         (["RUN", "--set", "depth=2"], "--set: 'depth=2' is not allowed; depths are what is compared"),
         (["RUN", "--set", "mode=async"], "--set: 'depth=2' is not allowed; depths are what is compared"),
+        (
+            ["RUN", "--set", "host.scale=2", "--set", "host.scale=3"],
+            "--set: 'host.scale=3' is not allowed; host.scale=2",
+        ),
         (["RUN", "--set", "workload.limit=3"], "--set: 'workload.limit=3' is not allowed; use a setting of the engine"),
         (["RUN", "--profile", "none"], "profile: 'none'"),
         (["RUN", "--depths", "2"], "--depths: '2' is not allowed; name at least two depths"),

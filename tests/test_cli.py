@@ -186,6 +186,27 @@ MORE_BAD_INPUT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("sweep", "small.toml", "--vary", "depth=1", "--vary", "depth=2"),
         ("--vary: 'depth=2'", "varied already"),
     ),
+    "vary a key in both spellings": (
+        ("sweep", "small.toml", "--vary", "max_num_seqs=1", "--vary", "engine.max_num_seqs=2"),
+        ("--vary: 'engine.max_num_seqs=2'", "varied already"),
+    ),
+    "vary to equal values": (
+        ("sweep", "small.toml", "--vary", "host.scale=1,1.0"),
+        ("--vary: 'host.scale=1,1.0'", "1.0 is there twice", "host.scale once"),
+    ),
+    "vary what is set": (
+        ("sweep", "small.toml", "--vary", "max_num_seqs=1,2", "--set", "engine.max_num_seqs=4"),
+        ("--set: 'engine.max_num_seqs=4'", "max_num_seqs is varied"),
+    ),
+    "vary the depth of a mode that is set": (
+        ("sweep", "small.toml", "--vary", "depth=1,2", "--set", "mode=async"),
+        ("--set: 'mode=async'", "depth is varied"),
+    ),
+    "set twice": ((*SMALL, "--set", "seed=1", "--set", "seed=2"), ("--set: 'seed=2'", "seed=1 is set already")),
+    "set beside the option for it": (
+        (*SMALL, "--set", "replicas.count=2", "--replicas", "3"),
+        ("--set: 'replicas.count=3'", "replicas.count=2 is set already"),
+    ),
     "vary to nothing but bad values": (("sweep", "small.toml", "--vary", "depth=0,-1"), ("depth: 0", "1")),
     "no jobs": (("sweep", "small.toml", "--vary", "depth=1", "--jobs", "0"), ("--jobs: '0'", "number of processes")),
     "jobs of another type": (("sweep", "small.toml", "--vary", "depth=1", "--jobs", "two"), ("--jobs: 'two'", "-1")),

@@ -679,6 +679,11 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "device": ((*ONE, "--device", "tpu"), ("device: 'tpu'", "auto, cpu or cuda")),
     "unknown setting": ((*ONE, "--set", "num_block=5"), ("--set: 'num_block=5'", "num_blocks")),
     "setting without value": ((*ONE, "--set", "num_blocks"), ("--set: 'num_blocks'", "key=value")),
+    "setting given twice": (
+        (*ONE, "--set", "block_size=8", "--set", "block_size=16"),
+        ("--set: 'block_size=16'", "block_size=8 is set already"),
+    ),
+    "batch as a setting": ((*SHAPE, "--set", "max_num_seqs=4"), ("--set: 'max_num_seqs=4'", "use --batch")),
     "depth as a setting": ((*ONE, "--set", "depth=2"), ("--set: 'depth=2'", "use --depth")),
     "setting of another type": ((*ONE, "--set", "block_size=large"), ("block_size: 'large'", "whole number")),
     "output of another kind": ((*ONE, "--out", "o.json"), ("--out: 'o.json'", "must end in .jsonl")),

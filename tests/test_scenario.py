@@ -146,6 +146,31 @@ def test_bad_values_are_one_line_with_field_value_and_what_is_allowed(override):
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["seed=1", "seed=2"], "'seed=2' is not allowed; seed=1 is set already"),
+        (["seed=1", " seed = 1"], "' seed = 1' is not allowed; seed=1 is set already"),
+        (["max_num_seqs=4", "engine.max_num_seqs=8"], "'engine.max_num_seqs=8' is not allowed; max_num_seqs=4 is set"),
+        (
+            ["workload.prompt.tokens=3", "workload.prompt={}"],
+            "'workload.prompt={}' is not allowed; workload.prompt.tok",
+        ),
+        (["max_num_seqs=4", "engine={}"], "'engine={}' is not allowed; max_num_seqs=4 is set already"),
+    ],
+)
+def test_an_override_that_would_undo_another_is_refused(overrides, said):
+    with pytest.raises(ConfigError) as caught:
+        apply_overrides(MINIMAL, overrides)
+    assert str(caught.value).startswith(f"--set: {said}")
+
+
+def test_a_table_may_be_set_and_then_refined():
+    first, then = "workload.prompt={kind='fixed', tokens=3}", "workload.prompt.tokens=5"
+    assert apply_overrides(MINIMAL, [first, then])["workload"]["prompt"] == {"kind": "fixed", "tokens": 5}
+    assert apply_overrides(MINIMAL, ["host.scale=3", "host.scale_other=1"])["host"]["scale"] == 3
+
+
 @pytest.mark.parametrize("missing", ["gpu", "workload"])
 def test_gpu_and_workload_have_no_default(missing):
     data = {key: value for key, value in MINIMAL.items() if key != missing}

@@ -168,6 +168,23 @@ def test_a_what_if_says_which_requests_could_not_run(planted: Path, capsys: pyte
     assert err == f"warning: {said}\n"
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (("gpu.scale=2", "gpu.scale=3"), "--set: 'gpu.scale=3' is not allowed; gpu.scale=2 is set already"),
+        (("mode=sync", "depth=3"), "--set: 'depth=3' is not allowed; depth is set already"),
+        (("engine.depth=1", "depth=3"), "--set: 'depth=3' is not allowed; depth is set already"),
+    ],
+)
+def test_a_change_is_asked_for_once(
+    changes: tuple[str, ...], said: str, planted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [part for change in changes for part in ("--set", change)]
+    assert command(["whatif", str(planted / "one"), *options]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.startswith(f"error: {said}"), err.count("\n")) == ("", True, 1)
+
+
 def test_simulate_takes_a_profile(planted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scenario = ["simulate", "--preset", "hf-8b-bs32", "--set", "workload.num_requests=8", "--json"]
     scenario += [

@@ -113,7 +113,10 @@ def bench(
     }
     depths = _depths(mode, depth)
     seats = sizes["requests"] if batch is None else _count("--batch", batch)
-    engine = {"max_num_seqs": seats, **engine_settings(settings), "device": device, "compile": compile, "nvtx": nvtx}
+    more = engine_settings(settings)
+    if "max_num_seqs" in more:
+        raise ConfigError("--set", f"max_num_seqs={more['max_num_seqs']}", "use --batch")
+    engine = {"max_num_seqs": seats, **more, "device": device, "compile": compile, "nvtx": nvtx}
     if batch_invariant:
         engine["batch_invariant"] = True
     what = check_model(model, config, dummy_weights)

@@ -80,8 +80,9 @@ def capacity(
     price = None if gpu_hour is None else _number("--gpu-hour", gpu_hour, 0, 1e6)
     target = None if rate is None else _number("--rate", rate, 0, 1e9)
     processes = parse_jobs(jobs)
+    compared = _modes(modes, overrides or [])
     base = scenario_data(scenario, preset, overrides, strict=strict, goodput=goodput)
-    chosen = [base] if not modes else [override_values(base, {"mode": mode}) for mode in modes.split(",")]
+    chosen = [base] if not compared else [override_values(base, {"mode": mode}) for mode in compared]
     scenarios = [Scenario.from_dict(data) for data in chosen]
     if find == "replicas" and target is not None:
         scenarios = [at_rate(one, target / offered_rate(one)) for one in scenarios]
@@ -103,6 +104,18 @@ def capacity(
         print_json({"asyncsched": "capacity", **search._asdict(), "capacity": rows, "scenario": scenarios[0].to_dict()})
     else:
         _print(rows, scenario_name(scenario, preset), found[0], search)
+
+
+def _modes(text: str | None, overrides: Sequence[str]) -> list[str]:
+    """What is compared; nothing where it is what the scenario says."""
+    modes = text.split(",") if text else []
+    for place, mode in enumerate(modes):
+        if mode in modes[:place]:
+            raise ConfigError("--mode", text, f"{mode} is there twice; name each mode once")
+    for change in overrides:
+        if modes and change.partition("=")[0].strip() in ("depth", "mode"):
+            raise ConfigError("--set", change, "modes are what is compared; use --mode, as in --mode depth=3")
+    return modes
 
 
 def parse_share(option: str, text: str) -> float:

@@ -101,15 +101,10 @@ def check_model(model: str | None, config: str | None, dummy_weights: bool) -> s
 
 def engine_settings(texts: Sequence[str] | None) -> dict[str, Any]:
     """Settings of the engine by name; LLM checks their values. Raises ConfigError."""
-    from sim.scenario import parse_value
+    from sim.scenario import parse_value, split_overrides
 
-    settings: dict[str, Any] = {}
-    for text in texts or ():
-        name, separator, value = text.partition("=")
-        if not separator or not name.strip():
-            raise ConfigError("--set", text, "use key=value, as in num_blocks=512")
-        settings[_known(name.strip(), value)] = parse_value(value)
-    return settings
+    split = split_overrides(texts or (), "num_blocks=512")
+    return {_known(name, value): parse_value(value) for name, value in split.items()}
 
 
 def _known(name: str, value: str) -> str:

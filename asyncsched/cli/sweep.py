@@ -94,6 +94,7 @@ def sweep(
     varied, points = _design(vary or [], ranges or [], sample, sample_seed)
     if plot is not None:
         _check_drawable(plot, varied, sample)
+    _check_fixed(overrides or [], varied)
     base = scenario_data(scenario, preset, overrides, strict=strict, goodput=goodput)
     build_points(base, points)  # refuses what is wrong with them before anything is written
     columns = tuple(dict.fromkeys((*COLUMNS, metric, *REJECTION_COLUMNS)))
@@ -134,15 +135,16 @@ def _design(
     vary: Sequence[str], ranges: Sequence[str], sample: str | None, seed: str
 ) -> tuple[dict[str, list[object]], list[dict[str, object]]]:
     """The values of each key, those that were drawn too, and the points in order."""
-    from sim.design import grid, parse_range, parse_vary, random_points
+    from sim.design import Range, grid, parse_range, parse_vary, random_points
+    from sim.scenario import dotted_key
 
     if not vary and not ranges:
         raise ConfigError("--vary", MISSING, "name at least one key and its values, as in host.scale=1,2,4")
     varied: dict[str, list[object]] = {}
-    drawn = {}
+    drawn: dict[str, Range] = {}
     for option, text in [*(("--vary", text) for text in vary), *(("--range", text) for text in ranges)]:
         key, values = parse_vary(text) if option == "--vary" else parse_range(text)
-        if key in varied or key in drawn:
+        if dotted_key(key) in map(dotted_key, (*varied, *drawn)):
             raise ConfigError(option, text, f"{key} is varied already; give all its values at once")
         if isinstance(values, list):
             varied[key] = values
@@ -154,6 +156,20 @@ def _design(
         return varied, grid(varied)
     points = random_points(drawn, varied, parse_count("--sample", sample, 1), parse_count("--sample-seed", seed, 0))
     return {key: [point[key] for point in points] for key in points[0]}, points
+
+
+def _check_fixed(overrides: Sequence[str], varied: Mapping[str, object]) -> None:
+    """What is varied has no other value."""
+    from sim.scenario import dotted_key, split_overrides
+
+    keys = {_one_choice(dotted_key(key)): key for key in varied}
+    for key, text in split_overrides(overrides, "host.scale=4").items():
+        if (name := _one_choice(dotted_key(key))) in keys:
+            raise ConfigError("--set", f"{key}={text}", f"{keys[name]} is varied; leave one of the two out")
+
+
+def _one_choice(key: str) -> str:
+    return "depth" if key == "mode" else key
 
 
 def _check_drawable(plot: Path, varied: Mapping[str, Sequence[object]], sample: str | None) -> None:

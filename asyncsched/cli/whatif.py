@@ -78,26 +78,26 @@ def _check_rejections(changed: Run, changes: Sequence[str]) -> list[str]:
 
 def sort_changes(changes: Sequence[str]) -> tuple[dict[str, Any], dict[str, object]]:
     """Changes of the engine, and of the profile."""
-    from sim.scenario import parse_value
+    from sim.scenario import parse_value, split_overrides
 
     engine: dict[str, Any] = {}
     prices: dict[str, object] = {}
-    for change in changes:
-        key, separator, text = (part.strip() for part in change.partition("="))
-        if not separator or not key:
-            raise ConfigError("--set", change, "use key=value, as in host.scale=2")
+    for key, text in split_overrides(changes, "host.scale=2").items():
         value = parse_value(text)
+        name = "depth" if key == "mode" else key.removeprefix("engine.")
+        if name in engine:
+            raise ConfigError("--set", f"{key}={text}", f"{name} is set already; set it once")
         if key == "mode":
             if value not in MODES:
                 raise ConfigError("mode", value, "use sync or async, or give a depth")
-            engine["depth"] = MODES[str(value)]
-        elif key.removeprefix("engine.") in FIELD_NAMES:
-            engine[key.removeprefix("engine.")] = tuple(value) if isinstance(value, list) else value
+            engine[name] = MODES[str(value)]
+        elif name in FIELD_NAMES:
+            engine[name] = tuple(value) if isinstance(value, list) else value
         elif key.split(".")[0] in PROFILE_SECTIONS and "." in key:
             prices[key] = float(value) if isinstance(value, int) and not isinstance(value, bool) else value
         else:
             allowed = f"use a setting of the engine ({', '.join(FIELD_NAMES)}) or a key under host, copy or gpu"
-            raise ConfigError("--set", change, allowed)
+            raise ConfigError("--set", f"{key}={text}", allowed)
     return engine, prices
 
 
