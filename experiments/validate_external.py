@@ -29,10 +29,9 @@ from study import report
 from asyncsched.cli.files import PICTURES, check_output, write_output
 from asyncsched.errors import ConfigError
 from asyncsched.runs import IntArray, RequestLog, Run
-from sim.hardware import shape_by_name
 from sim.importers import META, import_run
 from sim.replay import Replayed, replay
-from sim.request_fit import fit, seen_before, workload_of
+from sim.request_fit import fit, kv_per_weight, seen_before, workload_of
 from sim.scenario import parse_value
 
 Row = dict[str, Any]
@@ -218,14 +217,6 @@ def _row(figure: str, count: int, measured: float, predicted: float, limit: floa
 
 def _statistic(values: NDArray[np.float64], name: str) -> float:
     return float(values.mean() if name == "mean" else np.percentile(values, int(name[1:])))
-
-
-def kv_per_weight(run: Run) -> float | None:
-    """Bytes of KV per token over bytes of weights; None for a model that is not registered."""
-    shape = shape_by_name(str(run.info.model.get("name", "")))
-    if shape is None:
-        return None
-    return shape.kv_bytes_per_token / ((shape.body_params + shape.head_params) * shape.dtype_bytes)
 
 
 def _folders(path: Path) -> list[Path]:

@@ -115,26 +115,36 @@ DecodesPricer = Callable[[StepShape, float], Callable[[range], list[int]]]
 
 
 class ConstantGpu(Section):
-    """Forward pass from constants. `us_per_kv_token` counts KV positions read, summed over sequences."""
+    """Forward pass from constants. `us_per_kv_token` counts KV positions read, summed over sequences.
+
+    Steps that prefill: `prefill_step_us` once, and `us_per_attn_pair` for pairs of query and key beyond one per KV
+    position read.
+    """
 
     kind: Literal["constant"]
     step_us: Time
     us_per_decode_seq: Time = 0.0
     us_per_prefill_token: Time = 0.0
     us_per_kv_token: Time = 0.0
+    prefill_step_us: Time = 0.0
+    us_per_attn_pair: Time = 0.0
 
     def pricers(self) -> tuple[Pricer, DecodesPricer]:
         step, decode = self.step_us * 1e3, self.us_per_decode_seq * 1e3
         prefill, kv = self.us_per_prefill_token * 1e3, self.us_per_kv_token * 1e3
+        prefill_step, pair = self.prefill_step_us * 1e3, self.us_per_attn_pair * 1e3
 
         def forward_ns(shape: StepShape) -> float:
             # Rows that pad a decode batch cost as much as real ones.
-            return (
+            ns = (
                 step
                 + decode * (shape.bucket or shape.num_decodes)
                 + prefill * shape.num_prefill_tokens
                 + kv * shape.kv_tokens
             )
+            if shape.num_prefill_tokens:
+                ns += prefill_step + pair * (shape.attn_pairs - shape.kv_tokens)
+            return ns
 
         def decodes_ns(shape: StepShape, factor: float) -> Callable[[range], list[int]]:
             even = step + decode * (shape.bucket or shape.num_decodes) + prefill * shape.num_prefill_tokens

@@ -266,7 +266,8 @@ def _text(path: Path) -> str:
         line = path.read_bytes().count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{path}:{line}", "a byte", "it must be UTF-8 text") from None
     except OSError as error:
-        raise ConfigError(str(path), error.strerror or "", "it cannot be read") from None
+        use = f"use a .json of vllm bench serve, or a folder with {META} and {REQUESTS}"
+        raise ConfigError("log", str(path), f"it cannot be read ({error.strerror}); {use}") from None
 
 
 def _object(where: str | Path, text: str) -> dict[str, Any]:

@@ -268,8 +268,12 @@ def read_profile_data(path: str | Path) -> dict[str, Any]:
 
 
 def to_toml(profile: Profile) -> str:
-    """The profile as TOML, numbers at five significant digits."""
-    data = profile.to_dict()
+    """The profile as TOML."""
+    return toml_text(profile.to_dict())
+
+
+def toml_text(data: Mapping[str, Any]) -> str:
+    """Tables of values as TOML for people to read: floats at five significant digits, None left out."""
     lines: list[str] = []
     _write_table(lines, (), data)
     return "\n".join(lines).lstrip("\n") + "\n"

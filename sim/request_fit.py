@@ -17,7 +17,7 @@ finished by then it knows what was asked for, not what it got.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -29,9 +29,11 @@ from asyncsched.errors import ConfigError
 from asyncsched.plan import StepShape
 from asyncsched.runs import UNKNOWN, IntArray, RequestLog, Run
 from sim.costs import Around, DecodePricer, DecodePrices
+from sim.hardware import shape_by_name
 from sim.replay import NO_STEP, Replayed, Workload, replay
 
 FloatArray = NDArray[np.float64]
+Progress = Callable[[int, int], None]
 
 PRICES = ("step", "token", "kv_token", "prefill_step", "prefill_token", "attn_pair")
 STEP, KV_TOKEN = PRICES.index("step"), PRICES.index("kv_token")
@@ -72,6 +74,19 @@ class StepPrices:
     """A cost model: the forward pass has all of it. Seconds per unit of each of PRICES."""
 
     seconds: tuple[float, ...]
+
+    def gpu_section(self) -> dict[str, Any]:
+        """The same prices as a scenario's `gpu`."""
+        us = dict(zip(PRICES, (1e6 * price for price in self.seconds), strict=True))
+        return {
+            "kind": "constant",
+            "step_us": us["step"],
+            "us_per_decode_seq": us["token"],
+            "us_per_prefill_token": us["token"] + us["prefill_token"],
+            "us_per_kv_token": us["kv_token"],
+            "prefill_step_us": us["prefill_step"],
+            "us_per_attn_pair": us["attn_pair"],
+        }
 
     def forward_ns(self, shape: StepShape, step: int) -> int:
         return round(1e9 * sum(price * size for price, size in zip(self.seconds, sizes(shape), strict=True)))
@@ -133,10 +148,13 @@ class Fitted:
         }
 
 
-def fit(seen: Seen, settings: Mapping[str, Any], *, kv_per_weight: float | None = None) -> Fitted:
+def fit(
+    seen: Seen, settings: Mapping[str, Any], *, kv_per_weight: float | None = None, progress: Progress | None = None
+) -> Fitted:
     """Prices from what was seen. Raises ConfigError where that is not enough.
 
-    `kv_per_weight` is bytes of KV per token over bytes of weights, where the model is known: see `solve`.
+    kv_per_weight  bytes of KV per token over bytes of weights, where the model is known: see `solve`
+    progress       called with rounds done and rounds in all
     """
     unlimited = _with_defaults(settings)
     if not (seen.first_ns != UNKNOWN).any():
@@ -144,16 +162,22 @@ def fit(seen: Seen, settings: Mapping[str, Any], *, kv_per_weight: float | None 
     wait = first_wait_for_blocks(seen, unlimited) if "num_blocks" not in settings else None
     if wait is None:
         notes = () if "num_blocks" in settings else (UNLIMITED_POOL,)
-        return replace(_fit(seen, unlimited, kv_per_weight), notes=notes)
+        return replace(_fit(seen, unlimited, kv_per_weight, _part(progress, 0, 1)), notes=notes)
     held = wait.held(unlimited.block_size, wait.tokens_by_first_tokens(seen))
-    guess = _fit(seen, replace(unlimited, num_blocks=sum(held) // 2), kv_per_weight)
+    guess = _fit(seen, replace(unlimited, num_blocks=sum(held) // 2), kv_per_weight, _part(progress, 0, 2))
     held = wait.held(unlimited.block_size, wait.tokens_by_simulation(seen, unlimited, guess.prices))
     pool = sum(held) // 2
     note = f"KV block count unknown: {pool} is the middle of {held[0]} to {held[1]}, from the first wait for blocks"
-    return replace(_fit(seen, replace(unlimited, num_blocks=pool), kv_per_weight), notes=(note,))
+    known = replace(unlimited, num_blocks=pool)
+    return replace(_fit(seen, known, kv_per_weight, _part(progress, 1, 2)), notes=(note,))
 
 
-def _fit(seen: Seen, engine: EngineConfig, kv_per_weight: float | None) -> Fitted:
+def _part(progress: Progress | None, part: int, of: int) -> Callable[[int], None]:
+    """To be called with the rounds done of one of several fits."""
+    return lambda done: None if progress is None else progress(part * ROUNDS + done, of * ROUNDS)
+
+
+def _fit(seen: Seen, engine: EngineConfig, kv_per_weight: float | None, done: Callable[[int], None]) -> Fitted:
     workload, until = _workload(seen)
     prices = _first_guess(seen)
     kinds: dict[str, int] = {}
@@ -165,6 +189,7 @@ def _fit(seen: Seen, engine: EngineConfig, kv_per_weight: float | None) -> Fitte
         share = 1.0 if number == 0 else DAMPING
         change = float(np.abs(rows @ (answer - prices)).sum() / np.abs(seconds).sum())
         prices = prices + share * (answer - prices)
+        done(number + 1)
         left = float(np.sqrt(np.mean(np.square(rows @ prices - seconds))) / np.mean(seconds))
     return Fitted(StepPrices(tuple(prices.tolist())), engine, kinds, left, change, ())
 
@@ -357,3 +382,11 @@ def workload_of(run: Run) -> Workload:
     """All of a run's requests, with the lengths they had."""
     log = run.requests
     return Workload(log.arrival_ns, log.prompt_tokens, np.maximum(log.output_tokens, 1))
+
+
+def kv_per_weight(run: Run) -> float | None:
+    """Bytes of KV per token over bytes of weights; None for a model that is not registered."""
+    shape = shape_by_name(str(run.info.model.get("name", "")))
+    if shape is None:
+        return None
+    return shape.kv_bytes_per_token / ((shape.body_params + shape.head_params) * shape.dtype_bytes)

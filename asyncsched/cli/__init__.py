@@ -11,6 +11,7 @@
 
     calibrate, validate, whatif   what recorded runs teach, and how far from them the simulator is
     runs       the runs and profiles that these name
+    importing  `import`: a scenario from a log of another engine's requests
 
 For the commands that run a real model (`record` is one more):
 

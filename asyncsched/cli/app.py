@@ -21,6 +21,7 @@ from asyncsched.cli.calibrate import calibrate
 from asyncsched.cli.capacity import capacity
 from asyncsched.cli.fuzz import fuzz
 from asyncsched.cli.generate import generate
+from asyncsched.cli.importing import import_log
 from asyncsched.cli.presets import presets
 from asyncsched.cli.record import record
 from asyncsched.cli.report import report
@@ -48,6 +49,7 @@ app.command()(fuzz)
 app.command()(generate)
 app.command()(bench)
 app.command()(record)
+app.command("import")(import_log)
 app.command()(calibrate)
 app.command()(validate)
 app.command()(whatif)
