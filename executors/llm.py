@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from asyncsched.scheduler import Scheduler
 from asyncsched.timeline import Timeline
 from executors.compiled import CompileSettings
 from executors.compute import ComputeLane, variant
+from executors.construction import whole_or_gone
 from executors.cpu import CpuLanes
 from executors.cuda import CudaLanes
 from executors.engine import DEAD, Deliverer, Engine
@@ -78,8 +79,11 @@ class LLM:
     startup_s   seconds that all of this took; imports came before
     stages      what `report` was told, each line with the seconds from the call to it
     graphs      whether decode steps run as CUDA graphs
+
+    One that cannot be made gives its memory back before whoever made it handles the error.
     """
 
+    @whole_or_gone
     def __init__(
         self,
         model: Any,
@@ -330,12 +334,17 @@ class LLM:
         """Finds out whether the model's decode steps can be captured, and returns why not; captures what is asked."""
         stream, slots, shapes = lanes.stream(Lane.COMPUTE), self.engine.executor.slots, self._compute.shapes
         say("capturing the first CUDA graph")
-        refusal = self._compute.capture(stream, slots[:1], shapes[:1], Features.NONE)
-        needs = (self._sampling_rows.needs(params.with_eos(eos_token_ids(self.model))) for params in warm_up)
-        for features in sorted(set(map(variant, needs))):
-            if not refusal:
-                say(f"capturing {len(slots) * len(shapes)} CUDA graphs")
-                refusal = self._compute.capture(stream, slots, shapes, features)
+        try:
+            refusal = self._compute.capture(stream, slots[:1], shapes[:1], Features.NONE)
+            needs = (self._sampling_rows.needs(params.with_eos(eos_token_ids(self.model))) for params in warm_up)
+            for features in sorted(set(map(variant, needs))):
+                if not refusal:
+                    say(f"capturing {len(slots) * len(shapes)} CUDA graphs")
+                    refusal = self._compute.capture(stream, slots, shapes, features)
+        except BaseException:
+            with suppress(RuntimeError):  # what is enqueued touches memory that is about to be given back
+                lanes.drain()
+            raise
         torch.cuda.synchronize(lanes.device)
         return refusal
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -12,11 +14,16 @@ import pytest
 import torch
 from test_compiled import TRACED
 from test_llm import GREEDY, PROMPTS, tiny_llm
+from tiny_models import TINY
 
 from asyncsched.request import SamplingParams
 from executors.async_engine import AsyncEngine
+from executors.cpu import CpuLanes
+from executors.errors import UnsupportedModelError
 from executors.garbage import nothing_is_collected, old_objects_stay
+from executors.kv_cache import KvCache
 from executors.llm import LLM
+from executors.models import Model
 
 torch.set_num_threads(1)
 
@@ -136,6 +143,47 @@ def test_the_memory_of_an_engine_that_is_gone_needs_no_collector(compile: object
     with nothing_is_collected():
         del llm
         assert [name for name, tensor in kept.items() if tensor() is not None] == []
+
+
+def failing(where: list[weakref.ref[torch.Tensor]]) -> Callable[..., torch.Tensor]:
+    """A forward pass that fails, having noted what it was given: a weight and the KV."""
+
+    def forward(model: Model, view: object, kv: KvCache) -> torch.Tensor:
+        where.extend((weakref.ref(model.module.lm_head.weight), weakref.ref(kv.keys[0])))
+        raise RuntimeError("the device is out of order")
+
+    return forward
+
+
+def somebody_elses() -> None:
+    mine = 1
+    raise KeyError(mine)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_an_llm_that_cannot_be_made_keeps_nothing_while_its_error_is_there(
+    is_loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading a model runs it for the self-check; of a model that is loaded, the first run is at start-up."""
+    model = tiny_llm().model if is_loaded else TINY["llama"]()
+    seen: list[weakref.ref[torch.Tensor]] = []
+    monkeypatch.setattr(Model, "forward", failing(seen))
+    monkeypatch.setattr(CpuLanes, "graphs", True)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    threads = threading.active_count()
+    gc.collect()
+    with nothing_is_collected():
+        try:
+            somebody_elses()
+        except KeyError as error:
+            with pytest.raises((RuntimeError, UnsupportedModelError), match="the device is out of order"):
+                LLM(model, device="cpu", dummy_weights=not is_loaded, num_blocks=50, decode_buckets=(4,))
+            weight, kv = seen
+            assert kv() is None
+            assert (weight() is not None) == is_loaded
+            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+            assert frames[-1].f_locals == {"mine": 1}
+    assert threading.active_count() == threads
 
 
 def test_what_is_garbage_when_an_engine_begins_does_not_stay_with_it() -> None:
