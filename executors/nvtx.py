@@ -6,6 +6,7 @@ is the host's time; Nsight Systems projects it onto the streams that the work in
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -34,39 +35,37 @@ def recorder(device: torch.device) -> Recorder:
 
 
 def mark(executor: Executor, recorder: Recorder) -> None:
-    """Before its first launch."""
+    """Before its first launch. What is put into a part does not keep it, or only the collector frees its memory."""
 
-    def ranged(work: Callable[..., Any], name: str) -> Callable[..., Any]:
-        return lambda *arguments: _inside(recorder, name, work, arguments)
+    def put(part: object, method: str, name: Callable[..., str]) -> None:
+        work, itself = getattr(type(part), method), weakref.ref(part)
+
+        def ranged(*arguments: Any) -> Any:
+            recorder.range_push(name(*arguments))
+            try:
+                return work(itself(), *arguments)
+            finally:
+                recorder.range_pop()
+
+        setattr(part, method, ranged)
+
+    launched = deque[StepPlan]()
+
+    def launch(program: StepProgram) -> str:
+        launched.append(program.plan)
+        return _name("launch", program.plan)
 
     compute = executor.compute
-    compute.carry = ranged(compute.carry, "compute: carry")  # type: ignore[method-assign]
-    compute.forward = ranged(compute.forward, "compute: forward")  # type: ignore[method-assign]
-    compute.offload = ranged(compute.offload, "d2h: offload")  # type: ignore[method-assign]
-    compute.restore = ranged(compute.restore, "h2d: restore")  # type: ignore[method-assign]
+    put(compute, "carry", lambda *_: "compute: carry")
+    put(compute, "forward", lambda *_: "compute: forward")
+    put(compute, "offload", lambda *_: "d2h: offload")
+    put(compute, "restore", lambda *_: "h2d: restore")
     for slot in executor.slots:
-        slot.copy_in = ranged(slot.copy_in, "h2d: inputs")  # type: ignore[method-assign]
-        slot.copy_out = ranged(slot.copy_out, "d2h: outputs")  # type: ignore[method-assign]
-
-    launch, collect, launched = executor.launch, executor.collect, deque[StepPlan]()
-
-    def marked_launch(program: StepProgram) -> Any:
-        launched.append(program.plan)
-        return _inside(recorder, _name("launch", program.plan), launch, (program,))
-
-    def marked_collect(ticket: Any) -> Any:
-        return _inside(recorder, _name("collect", launched.popleft()), collect, (ticket,))
-
-    executor.launch, executor.collect = marked_launch, marked_collect  # type: ignore[method-assign]
+        put(slot, "copy_in", lambda *_: "h2d: inputs")
+        put(slot, "copy_out", lambda *_: "d2h: outputs")
+    put(executor, "launch", launch)
+    put(executor, "collect", lambda ticket: _name("collect", launched.popleft()))
 
 
 def _name(work: str, plan: StepPlan) -> str:
     return f"{work} step {plan.step}: {plan.num_seqs} sequences, {plan.num_tokens} tokens, slot {plan.slot}"
-
-
-def _inside(recorder: Recorder, name: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    recorder.range_push(name)
-    try:
-        return work(*arguments)
-    finally:
-        recorder.range_pop()

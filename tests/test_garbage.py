@@ -122,10 +122,21 @@ def test_who_leaves_first_ends_nothing_for_others(inside: Callable[[], AbstractC
     assert state() == before
 
 
-@pytest.mark.parametrize("compile", [False, TRACED])
-def test_the_memory_of_an_engine_that_is_gone_needs_no_collector(compile: object) -> None:
+class NoRanges:
+    def range_push(self, msg: str) -> None:
+        """Marks nothing."""
+
+    def range_pop(self) -> None:
+        """Marks nothing."""
+
+
+@pytest.mark.parametrize(("compile", "nvtx"), [(False, False), (TRACED, False), (False, True)])
+def test_the_memory_of_an_engine_that_is_gone_needs_no_collector(
+    compile: object, nvtx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which looks at nothing that is older than an engine that drives: a day later it would still be there."""
-    llm = tiny_llm(depth=2, num_host_blocks=8, timeline=True, compile=compile)
+    monkeypatch.setattr("executors.llm.recorder", lambda device: NoRanges())
+    llm = tiny_llm(depth=2, num_host_blocks=8, timeline=True, compile=compile, nvtx=nvtx)
     llm.generate(PROMPTS, [SamplingParams(temperature=0.0, max_tokens=9, logprobs=2)] * len(PROMPTS))
     stream = llm.stream(PROMPTS, GREEDY)
     next(stream)
