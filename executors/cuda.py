@@ -55,13 +55,18 @@ class CudaStream:
         drawn = generator.get_offset()
         self._replay_by_torch(graph)
         if generator.get_offset() != drawn:
-            self._launches[graph] = partial(self._replay_by_torch, graph)
+            self._launches[graph] = partial(_replay, self._stream, graph)
         else:
             self._launches[graph] = partial(self._launch, graph.raw_cuda_graph_exec(), self._handle)
 
     def _replay_by_torch(self, graph: torch.cuda.CUDAGraph) -> None:
-        with self.on():
-            graph.replay()
+        _replay(self._stream, graph)
+
+
+def _replay(stream: torch.cuda.Stream, graph: torch.cuda.CUDAGraph) -> None:
+    """Through torch. It is no method, as what a lane keeps must not keep the lane, which has the graphs' memory."""
+    with torch.cuda.stream(stream):
+        graph.replay()
 
 
 class CudaLanes:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -23,6 +24,7 @@ from asyncsched.program import Lane, OpKind, StepProgram
 from executors.cpu import CpuLanes, CpuStream
 from executors.cuda import CudaLanes, CudaStream
 from executors.cudart import CudaError, Runtime, loaded_library
+from executors.garbage import nothing_is_collected
 from executors.llm import LLM
 from executors.streams import Transfer
 
@@ -191,6 +193,10 @@ def test_graphs_are_launched_directly_unless_they_draw(
         stream.replay(graph)  # type: ignore[arg-type]
     assert graph.replays == (3 if draws else 1)
     assert library.calls == ([] if draws else [("launch", 77, stream._handle)] * 2)
+    gone = weakref.ref(graph)
+    with nothing_is_collected():
+        del stream, graph
+        assert gone() is None
 
 
 def test_errors_name_the_call(library: FakeLibrary) -> None:
