@@ -6,6 +6,7 @@
     slots         host and device buffers of one I/O slot
     models, ...   a transformers model over a paged KV cache (attention, kv_cache, probe, self_check, refusals)
     sampling, ... tokens from logits, on the device (sampling_rows, sampling_state, noise, thresholds, logprobs)
+    asked, settings   what an `LLM` is asked for, checked without torch and with it
     engine        drives the core's pipeline with an executor
     llm           `LLM`; async_engine: `AsyncEngine`; frontend, outputs, text: what users give and get
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from asyncsched.errors import AsyncschedError, ConfigError
 from asyncsched.request import SamplingParams
+from asyncsched.room import why_never
 from asyncsched.timeline import Span, Timeline
 from executors.llm import LLM
 
@@ -54,9 +55,10 @@ class BenchRun:
 
 def run_bench(llm: LLM, *, requests: int, prompt_tokens: int, new_tokens: int, seed: int = 0) -> BenchRun:
     """Greedy, end-of-sequence ignored, prompts drawn from `seed`. Warm an LLM up with a short run first."""
+    check_sizes(llm, prompt_tokens, new_tokens)
     random = np.random.default_rng(seed)
     prompts = [random.integers(0, llm.model.vocab_size, prompt_tokens).tolist() for _ in range(requests)]
-    params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+    params = _params(new_tokens)
     timeline = llm.engine.executor.timeline
     first_step, first_span = llm.engine.steps, len(timeline.spans) if timeline is not None else 0
     started = time.perf_counter()
@@ -64,8 +66,6 @@ def run_bench(llm: LLM, *, requests: int, prompt_tokens: int, new_tokens: int, s
     wall_s = time.perf_counter() - started
     for output in outputs:
         (ended,) = output.outputs
-        if ended.finish_reason == "rejected":
-            raise ConfigError("new_tokens", new_tokens, ended.message)
         if len(ended.token_ids) < new_tokens:
             raise AsyncschedError(f"request {output.request_id} broke off: {ended.finish_reason}; {ended.message}")
     spans = Timeline(timeline.spans[first_span:]) if timeline is not None else Timeline()
@@ -83,6 +83,17 @@ def run_bench(llm: LLM, *, requests: int, prompt_tokens: int, new_tokens: int, s
         **steady_decode(spans, min(requests, llm.config.max_num_seqs)),
     )
     return BenchRun(result, tokens)
+
+
+def check_sizes(llm: LLM, prompt_tokens: int, new_tokens: int) -> None:
+    """Raises ConfigError for requests that the engine would reject."""
+    why = why_never(llm.scheduler.residency, prompt_tokens, _params(new_tokens))
+    if why:
+        raise ConfigError("new_tokens", new_tokens, why)
+
+
+def _params(new_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
 
 
 def steady_decode(timeline: Timeline, batch: int) -> dict[str, Any]:

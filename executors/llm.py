@@ -22,6 +22,7 @@ from asyncsched.program import Lane
 from asyncsched.request import SamplingParams, TokenArray
 from asyncsched.scheduler import Scheduler
 from asyncsched.timeline import Timeline
+from executors.asked import check_seed, check_settings, check_warm_up, depth_of
 from executors.compiled import CompileSettings
 from executors.compute import ComputeLane, variant
 from executors.construction import whole_or_gone
@@ -41,11 +42,7 @@ from executors.sampling_rows import SamplingRows
 from executors.sampling_state import SamplerState
 from executors.settings import (
     check_model,
-    check_seed,
-    check_settings,
-    check_warm_up,
     compile_settings,
-    depth_of,
     device_of,
     dtype_of,
     engine_config,

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from executors import hub
+from executors.asked import check_path
 from executors.attention import PAGED
 from executors.errors import ModelLoadError, UnsupportedModelError, one_line
 from executors.refusals import NO_HOOK
@@ -20,11 +21,8 @@ from executors.refusals import NO_HOOK
 
 def load_config(name: str) -> PretrainedConfig:
     """The configuration of a folder, a .gguf file, or a model on the Hub. Raises ModelLoadError."""
+    check_path(name)
     path = Path(name).expanduser()
-    if _looks_like_a_path(name) and not path.exists():
-        raise ModelLoadError(f"{name}: there is no such model folder")
-    if path.is_file() and path.suffix != ".gguf":
-        raise ModelLoadError(f"{name}: it is a file; name the folder that it is in, or a .gguf file")
     with _quiet_retries():
         try:
             return AutoConfig.from_pretrained(**_where(name))
@@ -101,11 +99,6 @@ def _where(name: str) -> dict[str, Any]:
     if path.exists():
         return {"pretrained_model_name_or_path": str(path)}
     return {"pretrained_model_name_or_path": name, "local_files_only": bool(hub.fault(name))}
-
-
-def _looks_like_a_path(name: str) -> bool:
-    """A name on the Hub is `model` or `owner/model`."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf")
 
 
 @contextmanager

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-from transformers import LlamaConfig, PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from asyncsched.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def _llama_8b() -> PretrainedConfig:
     """Llama 3.1 8B: 32 layers, 8 KV heads of 128."""
-    return LlamaConfig(
+    return _llama(
         vocab_size=128_256,
         hidden_size=4096,
         intermediate_size=14_336,
@@ -29,7 +31,7 @@ def _llama_8b() -> PretrainedConfig:
 
 def _llama_1b() -> PretrainedConfig:
     """Llama 3.2 1B: 16 layers, 8 KV heads of 64, tied embeddings."""
-    return LlamaConfig(
+    return _llama(
         vocab_size=128_256,
         hidden_size=2048,
         intermediate_size=8192,
@@ -49,7 +51,7 @@ def _llama_1b() -> PretrainedConfig:
 
 def _llama_tiny() -> PretrainedConfig:
     """Two layers of Llama, for a CPU and for tests. Its random weights are wide enough that tokens vary."""
-    return LlamaConfig(
+    return _llama(
         vocab_size=512,
         hidden_size=64,
         intermediate_size=128,
@@ -62,6 +64,12 @@ def _llama_tiny() -> PretrainedConfig:
         eos_token_id=2,
         dtype="float32",
     )
+
+
+def _llama(**sizes: Any) -> PretrainedConfig:
+    from transformers import LlamaConfig  # takes seconds: whether there is such a name can be told before
+
+    return LlamaConfig(**sizes)
 
 
 def _llama3_rope(factor: float) -> dict[str, object]:
@@ -82,8 +90,13 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
-def named_config(name: str) -> PretrainedConfig:
-    """A new configuration. Raises ConfigError with the names there are."""
+def check_name(name: str) -> None:
+    """Raises ConfigError with the names there are."""
     if name not in CONFIGS:
         raise ConfigError("config", name, f"use one of {', '.join(CONFIGS)}")
+
+
+def named_config(name: str) -> PretrainedConfig:
+    """A new configuration. Raises ConfigError as `check_name` does."""
+    check_name(name)
     return CONFIGS[name]()

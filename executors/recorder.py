@@ -65,7 +65,7 @@ class Recorder:
         Raises ConfigError, before anything runs, for requests that the engine would reject.
         """
         llm = self._llm
-        self._check(workload)
+        check_workload(llm, workload)
         requests = _requests(llm, workload, name, seed)
         first_span = len(llm.timeline.spans)  # type: ignore[union-attr]  # checked when the recorder was made
         memory = _allocations(llm)
@@ -102,14 +102,6 @@ class Recorder:
                 self._log.planned(effect.plan)
         elif isinstance(effect, Deliver):
             self._log.delivered(time.perf_counter_ns(), effect.output)
-
-    def _check(self, workload: Sequence[TimedRequest]) -> None:
-        config = self._llm.config
-        for number, one in enumerate(workload):
-            room = min(config.max_model_len, config.num_blocks * config.block_size)
-            if one.prompt_tokens + one.output_tokens > room:
-                size = one.prompt_tokens + one.output_tokens
-                raise ConfigError(f"request {number}", size, f"prompt and output must fit {room} tokens")
 
     # ---- afterwards ------------------------------------------------------------------------------------------------
 
@@ -211,6 +203,16 @@ def _on_one_clock(spans: Sequence[Span], first: _Reading, last: _Reading) -> lis
         return span._replace(start_ns=span.start_ns + shift, end_ns=span.end_ns + shift)
 
     return [span if span.lane == "host" else moved(span) for span in spans]
+
+
+def check_workload(llm: LLM, workload: Sequence[TimedRequest]) -> None:
+    """Raises ConfigError for requests that the engine would reject."""
+    config = llm.config
+    room = min(config.max_model_len, config.num_blocks * config.block_size)
+    for number, one in enumerate(workload):
+        size = one.prompt_tokens + one.output_tokens
+        if size > room:
+            raise ConfigError(f"request {number}", size, f"prompt and output must fit {room} tokens")
 
 
 def warm_up(llm: LLM) -> list[tuple[int, float]]:

@@ -11,22 +11,19 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from asyncsched.config import FIELD_NAMES, EngineConfig
+from asyncsched.config import EngineConfig
 from asyncsched.errors import ConfigError
-from asyncsched.request import SamplingParams
+from executors.asked import check_device
 from executors.compiled import CompileSettings
 from executors.kv_cache import free_memory
 from executors.models import Model
 
-MODE_DEPTH = {"sync": 1, "async": 2}
-MOST_DEPTH = 64  # nothing is gained beyond a few
 MEMORY_SHARE = 0.9  # of the free device memory, for the KV pool
 CPU_POOL_BYTES = 2**30
 DEFAULT_MODEL_LEN = 8192
 DEFAULT_SEQS = {"cuda": 256, "cpu": 16}
 INVARIANT_TOKENS = 256  # of every batch-invariant step: more make decoding slower, fewer make prefilling slower
 MAX_MIXED_BUCKET = 2048  # tokens whose products take a large model longer than the host takes to launch them
-OWN_SETTINGS = ("depth", "num_blocks", "vocab_size")  # of EngineConfig: arguments of their own, or the model's
 
 
 def check_model(model: object, dummy_weights: bool) -> None:
@@ -37,46 +34,8 @@ def check_model(model: object, dummy_weights: bool) -> None:
         raise ConfigError("model", model, "use a folder, a .gguf file, a name on the Hub, or a configuration")
 
 
-def check_seed(seed: object) -> None:
-    if type(seed) is not int or not 0 <= seed < 2**63:
-        raise ConfigError("seed", seed, "use a whole number from 0 to 2**63 - 1")
-
-
-def check_warm_up(warm_up: object) -> None:
-    if not isinstance(warm_up, list | tuple) or not all(isinstance(params, SamplingParams) for params in warm_up):
-        raise ConfigError("warm_up", warm_up, "use a list of SamplingParams")
-
-
-def depth_of(mode: str | None, depth: int | None) -> int:
-    if mode is not None and mode not in MODE_DEPTH:
-        raise ConfigError("mode", mode, f"use one of {', '.join(MODE_DEPTH)}, or give a depth")
-    if depth is None:
-        return MODE_DEPTH[mode or "async"]
-    if isinstance(depth, int) and depth > MOST_DEPTH:
-        raise ConfigError("depth", depth, f"use at most {MOST_DEPTH}: each step in flight has buffers of its own")
-    if mode is not None and MODE_DEPTH[mode] != depth:
-        raise ConfigError("depth", depth, f"mode {mode!r} means depth {MODE_DEPTH[mode]}; give one of them")
-    return depth
-
-
-def check_settings(depth: int, num_blocks: int | None, given: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what no model could run with, before one is loaded."""
-    for name, value in given.items():
-        if name not in FIELD_NAMES or name in OWN_SETTINGS:
-            known = [field for field in FIELD_NAMES if field not in OWN_SETTINGS]
-            raise ConfigError(name, value, f"there is no such setting; there are {', '.join(known)}")
-    for name, of in (("decode_buckets", "batch sizes"), ("mixed_buckets", "numbers of tokens")):
-        buckets = given.get(name, ())
-        if not isinstance(buckets, list | tuple) or not all(type(size) is int for size in buckets):
-            raise ConfigError(name, buckets, f"use a list of {of}")
-    room = {"num_blocks": num_blocks} if num_blocks is not None else {}
-    shaped = {name: value for name, value in given.items() if name != "batch_invariant"}  # its shapes are not given yet
-    EngineConfig(depth=depth, **room, **shaped)
-
-
 def device_of(name: str) -> torch.device:
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError("device", name, "use auto, cpu or cuda")
+    check_device(name)
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", name, "no CUDA device is available here: use cpu")
     if name == "auto":

@@ -747,6 +747,74 @@ def test_without_torch_it_says_what_to_install(folder: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
+EARLY: tuple[tuple[str, str], ...] = (
+    ("generate --prompt x --model /no/where", "/no/where: there is no such model folder"),
+    ("generate --prompt x --model here.txt", "here.txt: it is a file; name the folder"),
+    ("generate --prompt x --model m --mode static", "mode: 'static'"),
+    ("generate --prompt x --model m --depth 9999", "depth: 9999"),
+    ("generate --prompt x --model m --device tpu", "device: 'tpu'"),
+    ("generate --prompt x --model m --set block_size=large", "block_size: 'large'"),
+    ("generate --prompt x --model m --set num_blocks=0", "num_blocks: 0"),
+    ("generate --prompt x --model m --set victim=nobody", "victim: 'nobody'"),
+    ("generate --prompt x --model m --temperature -1", "temperature: -1"),
+    ("generate --prompts none.jsonl --model m", "--prompts: 'none.jsonl'"),
+    ("generate --prompt x --model m --out no/o.jsonl", "--out: 'no/o.jsonl'"),
+    ("bench --config llama --dummy-weights", "config: 'llama'"),
+    ("bench --config llama-tiny --dummy-weights --depth 2,9999", "depth: 9999"),
+    ("bench --config llama-tiny --dummy-weights --set admission=nobody", "admission: 'nobody'"),
+    ("bench --model /no/where", "/no/where: there is no such model folder"),
+    ("record -o run --config llama --dummy-weights", "config: 'llama'"),
+    ("record -o run --config llama-tiny --dummy-weights --device tpu", "device: 'tpu'"),
+    ("record -o run --config llama-tiny --dummy-weights --set num_blocks=-1", "num_blocks: -1"),
+    ("record -o run --model /no/where", "/no/where: there is no such model folder"),
+)
+
+
+def test_what_needs_no_torch_to_be_refused_is_refused_before_it_is_imported(folder: Path) -> None:
+    program = """
+import sys
+sys.modules["torch"] = None
+from asyncsched.cli import main
+for line in sys.stdin:
+    try:
+        main(line.split())
+    except SystemExit as end:
+        print(end.code, file=sys.stderr)
+"""
+    (folder / "here.txt").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input="\n".join(arguments for arguments, _ in EARLY),
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2 * len(EARLY), done.stderr
+    for (arguments, said), error, status in zip(EARLY, lines[::2], lines[1::2], strict=True):
+        assert status == "2", arguments
+        assert error.startswith(f"error: {said}"), arguments
+
+
+def test_requests_that_do_not_fit_are_refused_before_the_model_is_warm(
+    folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it was to be refused before")
+
+    monkeypatch.setattr(LLM, "run", never)
+    for command in (("bench", "--requests", "1"), ("record", "-o", "run", "--requests", "1")):
+        assert (
+            status_of(command[0], "--config", "llama-tiny", "--dummy-weights", "--new-tokens", "2000", *command[1:])
+            == 2
+        )
+        assert "2048" in capsys.readouterr().err
+    assert not (folder / "run").exists()
+
+
 def test_help_loads_no_torch(capsys: Captured) -> None:
     program = """
 import sys

@@ -25,6 +25,7 @@ from asyncsched.cli.loading import (
     Plot,
     Settings,
     Trace,
+    check_engine,
     check_model,
     engine_settings,
     load_llm,
@@ -116,11 +117,12 @@ def bench(
     more = engine_settings(settings)
     if "max_num_seqs" in more:
         raise ConfigError("--set", f"max_num_seqs={more['max_num_seqs']}", "use --batch")
-    engine = {"max_num_seqs": seats, **more, "device": device, "compile": compile, "nvtx": nvtx}
-    if batch_invariant:
-        engine["batch_invariant"] = True
+    more = {"max_num_seqs": seats, **({"batch_invariant": True} if batch_invariant else {}), **more}
+    engine = {**more, "device": device, "compile": compile, "nvtx": nvtx}
     what = check_model(model, config, dummy_weights)
-    require_torch(cuda_for="--profile" if profile else "")
+    for steps in depths.values():
+        check_engine(model, None, steps, device, more)
+    require_torch(device=device == "cuda" and device, nvtx=nvtx, batch_invariant=batch_invariant, profile=profile)
     shape: Any = model
     if config is not None:
         from executors.named_configs import named_config
@@ -175,8 +177,9 @@ def _depths(mode: str | None, depth: str | None) -> dict[str, int]:
 
 def _measure(name: str, llm: LLM, sizes: Mapping[str, int], *, profile: bool) -> _Measured:
     """A short run to warm up, captured graphs included, then the one that counts."""
-    from executors.bench import run_bench
+    from executors.bench import check_sizes, run_bench
 
+    check_sizes(llm, sizes["prompt_tokens"], sizes["new_tokens"])
     say(f"{name}: warming up")
     run_bench(llm, **{**sizes, "new_tokens": min(WARM_UP_TOKENS, sizes["new_tokens"])}, seed=1)
     before = len(llm.timeline.spans)

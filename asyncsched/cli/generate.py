@@ -22,9 +22,11 @@ from asyncsched.cli.loading import (
     Plot,
     Settings,
     Trace,
+    check_engine,
     engine_settings,
     load_llm,
     parse_depth,
+    require_torch,
     say,
 )
 from asyncsched.cli.measured import write_timelines
@@ -106,21 +108,24 @@ def generate(
         "logprobs": logprobs,
     }
     sampling = _sampling(numbers, stop, stop_token_id, ignore_eos)
+    more = {**({"batch_invariant": True} if batch_invariant else {}), **engine_settings(settings)}
+    steps = None if depth is None else parse_depth("--depth", depth)
     engine = {
         "mode": mode,
-        "depth": None if depth is None else parse_depth("--depth", depth),
+        "depth": steps,
         "device": device,
         "compile": compile,
         "timeline": trace is not None or plot is not None,
         "nvtx": nvtx,
-        **({"batch_invariant": True} if batch_invariant else {}),
-        **engine_settings(settings),
+        **more,
     }
     jobs, problems = _jobs(prompt, prompts, sampling, one_text=stream or chat)
     for problem in problems:
         complain("", problem)
     if not jobs:
         raise typer.Exit(BAD_INPUT)
+    check_engine(model, mode, steps, device, more)
+    require_torch(device=device == "cuda" and device, nvtx=nvtx, batch_invariant=batch_invariant)
     llm = load_llm(model, **engine)
     started = time.perf_counter()
     with LineFile("--out", out) if out is not None else nullcontext() as file:

@@ -6,7 +6,7 @@ import difflib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,8 +94,12 @@ def check_model(model: str | None, config: str | None, dummy_weights: bool) -> s
         )
     if model is not None and not (model and model.isprintable()):
         raise ConfigError("--model", model, "name a folder, a .gguf file, or a model on the Hub")
-    if config is not None and not dummy_weights:
-        raise ConfigError("--config", config, "a shape has no weights: add --dummy-weights")
+    if config is not None:
+        from executors.named_configs import check_name
+
+        check_name(config)
+        if not dummy_weights:
+            raise ConfigError("--config", config, "a shape has no weights: add --dummy-weights")
     return model or config or ""
 
 
@@ -116,13 +120,37 @@ def _known(name: str, value: str) -> str:
     return name
 
 
-def require_torch(*, cuda_for: str = "") -> None:
-    """Imports what a real model needs; `cuda_for` is an option that needs CUDA. Raises BadInputError or ConfigError."""
+def check_engine(
+    model: str | None, mode: str | None, depth: int | None, device: str, settings: Mapping[str, Any]
+) -> None:
+    """What can be told of them before torch is imported, which takes seconds. Raises ConfigError, or BadInputError for
+    a model that is nowhere."""
+    from executors.asked import check_device, check_path, check_settings, depth_of
+    from executors.errors import ModelLoadError
+
+    check_device(device)
+    given = dict(settings)
+    check_settings(depth_of(mode, depth), given.pop("num_blocks", None), given)
+    if model is not None:
+        try:
+            check_path(model)
+        except ModelLoadError as error:
+            raise BadInputError(str(error)) from error
+
+
+def require_torch(**needs_cuda: object) -> None:
+    """Imports what a real model needs; `needs_cuda` are options with what was asked of them, if anything. Raises
+    BadInputError or ConfigError."""
     say("importing torch and transformers")
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars that transformers does not turn off; read when tqdm is loaded
     try:
         import torch
+
+        for option, asked in needs_cuda.items():
+            if asked and not torch.cuda.is_available():
+                name = f"--{option.replace('_', '-')}"
+                raise ConfigError(name, asked, "it needs CUDA, and there is no CUDA device here")
         from transformers.utils import logging
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
@@ -132,8 +160,6 @@ def require_torch(*, cuda_for: str = "") -> None:
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    if cuda_for and not torch.cuda.is_available():
-        raise ConfigError(cuda_for, True, "it needs CUDA, and there is no CUDA device here")
 
 
 def load_llm(model: Any, **options: Any) -> LLM:

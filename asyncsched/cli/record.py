@@ -16,6 +16,7 @@ from asyncsched.cli.loading import (
     Device,
     ModelName,
     Settings,
+    check_engine,
     check_model,
     engine_settings,
     load_llm,
@@ -89,20 +90,23 @@ def record(
     arrivals, notes = build_workload(workload, first)
     for note in notes:
         print("note:", note, file=sys.stderr)
-    engine = {"max_num_seqs": min(len(arrivals), 256), **engine_settings(settings), "device": device}
-    require_torch()
-    from executors.recorder import Recorder, TimedRequest, warm_up
+    more = {"max_num_seqs": min(len(arrivals), 256), **engine_settings(settings)}
+    check_engine(model, None, steps, device, more)
+    require_torch(device=device == "cuda" and device)
+    from executors.recorder import Recorder, TimedRequest, check_workload, warm_up
 
     shape: Any = model
     if config is not None:
         from executors.named_configs import named_config
 
         shape = named_config(config)
-    llm = load_llm(shape, depth=steps, dummy_weights=dummy_weights, timeline=True, decisions=False, **engine)
+    load = {"depth": steps, "device": device, "dummy_weights": dummy_weights, **more}
+    llm = load_llm(shape, timeline=True, decisions=False, **load)
+    timed = [TimedRequest(one.arrival_ns, one.prompt_tokens, one.output_tokens) for one in arrivals]
+    check_workload(llm, timed)
     say("warming up")
     warm_up(llm)
     say(f"recording {len(arrivals)} requests")
-    timed = [TimedRequest(one.arrival_ns, one.prompt_tokens, one.output_tokens) for one in arrivals]
     about = {"model": what, **workload.model_dump(mode="json")}
     run = Recorder(llm, host_delay_us=delay).run(timed, name=out.name, seed=first, about=about)
     from asyncsched.run_files import write_run
