@@ -93,6 +93,10 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "use true or false")
+        for name, what in (("decode_buckets", "batch sizes"), ("mixed_buckets", "numbers of tokens")):
+            buckets = getattr(self, name)
+            if not isinstance(buckets, list | tuple) or not all(type(size) is int for size in buckets):
+                raise ConfigError(name, buckets, f"use a list of {what}")
         if list(self.decode_buckets) != sorted(set(self.decode_buckets)) or any(
             not 1 <= b <= self.max_num_seqs for b in self.decode_buckets
         ):
@@ -119,7 +123,20 @@ class EngineConfig:
         return bucket, 0 if bucket else smallest_bucket(self.mixed_buckets, num_decodes)
 
 
+MAX_MIXED_BUCKET = 2048  # tokens whose products take a large model longer than the host takes to launch them
 FIELD_NAMES = tuple(field.name for field in fields(EngineConfig))
+
+
+def default_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes to capture: 1, 2, 4, then steps of 8, then of 32; the largest is max_num_seqs."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(96, max_num_seqs + 1, 32)]
+    return tuple(sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs}))
+
+
+def default_mixed_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Tokens to capture steps with prefills for; beyond the largest, the host keeps up anyhow."""
+    sizes = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, MAX_MIXED_BUCKET + 1, 256))
+    return tuple(size for size in sizes if size <= max_num_batched_tokens)
 
 
 def smallest_bucket(buckets: tuple[int, ...], size: int) -> int:

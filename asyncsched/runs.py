@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncsched.config import FIELD_NAMES, EngineConfig
+from asyncsched.config import (
+    FIELD_NAMES,
+    MOST_BLOCKS,
+    EngineConfig,
+    default_buckets,
+    default_mixed_buckets,
+)
 from asyncsched.errors import ConfigError
 
 IntArray = NDArray[np.int64]
@@ -93,14 +99,34 @@ class RunInfo:
             raise ConfigError("host.probe_us", probes, "use a list of numbers above 0 and up to 1e9")
 
     def engine_config(self, **changes: Any) -> EngineConfig:
-        """The engine's settings. Raises ConfigError where the KV block count is missing: it has no default here."""
-        settings = {**self.engine, **changes}
+        """The engine's settings, with changes. Sizes of captured steps that followed from a limit follow the new one;
+        of others those are left out that exceed it. Raises ConfigError where the KV block count is missing: it has no
+        default here."""
+        settings = {**self.engine, **self._buckets_at(changes), **changes}
         if "num_blocks" not in settings:
             raise ConfigError("engine.num_blocks", None, f"run {self.name} does not say how many KV blocks it had")
         for key, value in settings.items():
             if isinstance(value, list):
                 settings[key] = tuple(value)
         return EngineConfig(**settings)
+
+    def _buckets_at(self, changes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Of each kind whose limit changes."""
+        kinds = (
+            ("decode_buckets", "max_num_seqs", default_buckets),
+            ("mixed_buckets", "max_num_batched_tokens", default_mixed_buckets),
+        )
+        found = {}
+        for name, limit, default in kinds:
+            sizes, was, most = self.engine.get(name), self.engine.get(limit), changes.get(limit)
+            if _is_sizes(sizes) and type(most) is int and 1 <= most <= MOST_BLOCKS:
+                followed = type(was) is int and tuple(sizes) == default(was)
+                found[name] = default(most) if followed else tuple(size for size in sizes if size <= most)
+        return found
+
+
+def _is_sizes(value: object) -> TypeGuard[Sequence[int]]:
+    return isinstance(value, list | tuple) and bool(value) and all(type(size) is int for size in value)
 
 
 def _is_time(value: object) -> bool:

@@ -49,10 +49,6 @@ def check_settings(depth: int, num_blocks: int | None, given: Mapping[str, Any])
         if name not in FIELD_NAMES or name in OWN_SETTINGS:
             known = [field for field in FIELD_NAMES if field not in OWN_SETTINGS]
             raise ConfigError(name, value, f"there is no such setting; there are {', '.join(known)}")
-    for name, of in (("decode_buckets", "batch sizes"), ("mixed_buckets", "numbers of tokens")):
-        buckets = given.get(name, ())
-        if not isinstance(buckets, list | tuple) or not all(type(size) is int for size in buckets):
-            raise ConfigError(name, buckets, f"use a list of {of}")
     room = {"num_blocks": num_blocks} if num_blocks is not None else {}
     shaped = {name: value for name, value in given.items() if name != "batch_invariant"}  # its shapes are not given yet
     PolicySet(EngineConfig(depth=depth, **room, **shaped))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from asyncsched.config import EngineConfig
+from asyncsched.config import EngineConfig, default_buckets, default_mixed_buckets
 from asyncsched.errors import ConfigError
 from executors.asked import check_device
 from executors.compiled import CompileSettings
@@ -23,7 +23,6 @@ CPU_POOL_BYTES = 2**30
 DEFAULT_MODEL_LEN = 8192
 DEFAULT_SEQS = {"cuda": 256, "cpu": 16}
 INVARIANT_TOKENS = 256  # of every batch-invariant step: more make decoding slower, fewer make prefilling slower
-MAX_MIXED_BUCKET = 2048  # tokens whose products take a large model longer than the host takes to launch them
 
 
 def check_model(model: object, dummy_weights: bool) -> None:
@@ -103,18 +102,6 @@ def _blocks(model: Model, block_size: int, max_model_len: int, max_num_seqs: int
 def _default(name: str) -> int:
     default: int = EngineConfig.__dataclass_fields__[name].default
     return default
-
-
-def default_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes to capture: 1, 2, 4, then steps of 8, then of 32; the largest is max_num_seqs."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(96, max_num_seqs + 1, 32)]
-    return tuple(sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs}))
-
-
-def default_mixed_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Tokens to capture steps with prefills for; beyond the largest, the host keeps up anyhow."""
-    sizes = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, MAX_MIXED_BUCKET + 1, 256))
-    return tuple(size for size in sizes if size <= max_num_batched_tokens)
 
 
 def eos_token_ids(model: Model) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ Who had got nothing yet is aborted at the time it was, and as it arrives where t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +42,7 @@ def predict(run: Run, profile: Profile, *, seed: int | None = None, depth: int |
     changes = engine if depth is None else {**engine, "depth": depth}
     timeline = Timeline()
     simulated, _ = _simulated(run, delayed(profile, run), changes, timeline, seed)
-    return _as_run(run, simulated, timeline, {**run.info.engine, **changes})
+    return _as_run(run, simulated, timeline, (*run.info.engine, *changes))
 
 
 def predicted_summary(run: Run, profile: Profile, **engine: Any) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class _Driver:
         self._engine.notify()
 
 
-def _as_run(run: Run, engine: SimEngine, timeline: Timeline, settings: dict[str, Any]) -> Run:
+def _as_run(run: Run, engine: SimEngine, timeline: Timeline, settings: Iterable[str]) -> Run:
     log = engine.log
     assert log is not None  # `predict` gave it one
     last = log.last_delivery_ns
@@ -257,7 +257,7 @@ def _as_run(run: Run, engine: SimEngine, timeline: Timeline, settings: dict[str,
     info = replace(
         run.info,
         source="simulated",
-        engine=settings,
+        engine={name: getattr(engine.scheduler.config, name) for name in settings},
         makespan_ns=0 if last is None else last,
         preemptions=log.preemptions,
         notes=(),

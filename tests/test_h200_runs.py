@@ -84,6 +84,9 @@ def test_commands_find_them_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["whatif", run, "--profile", NAME, "--set", "host.scale=2", "--set", "depth=1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["what if"]["makespan_s"] > 1.05 * found["predicted"]["makespan_s"]
+    assert command(["whatif", run, "--profile", NAME, "--set", "max_num_seqs=24", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 1.5 < found["what if"]["makespan_s"] / found["predicted"]["makespan_s"] < 3
     assert command(["validate", f"{NAME}-heldout::none", "--profile", NAME]) == 2
     assert "with one of closed-104-async" in capsys.readouterr().err
 

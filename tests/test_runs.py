@@ -2,12 +2,14 @@
 
 import gzip
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from asyncsched.config import default_buckets, default_mixed_buckets
 from asyncsched.errors import ConfigError
 from asyncsched.run_files import DECISIONS, INFO, REQUESTS, STEPS, encode, read_run, read_runs, write_archive, write_run
 from asyncsched.runs import SPANS, STEP_COLUMNS, UNKNOWN, RequestLog, Run, RunInfo, StepLog
@@ -71,6 +73,38 @@ def test_a_folder_gives_back_what_was_written(tmp_path: Path) -> None:
     assert read.requests.request_id[1] == 'a,"b"'
     assert not read.steps.has("offload").any()
     assert read.steps.duration("plan").tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "changes", "decode", "mixed"),
+    [
+        ((default_buckets(128), default_mixed_buckets(8192)), {}, default_buckets(128), default_mixed_buckets(8192)),
+        ((default_buckets(128), ()), {"max_num_seqs": 50}, (1, 2, 4, 8, 16, 24, 32, 40, 48, 50), ()),
+        ((default_buckets(128), ()), {"max_num_seqs": 256}, default_buckets(256), ()),
+        (([1, 7, 90], [64, 512]), {"max_num_seqs": 50}, (1, 7), (64, 512)),
+        (([1, 7, 90], [64, 512]), {"max_num_seqs": 200, "max_num_batched_tokens": 100}, (1, 7, 90), (64,)),
+        ((default_buckets(128), ()), {"max_num_seqs": 50, "decode_buckets": (3,)}, (3,), ()),
+    ],
+)
+def test_sizes_of_captured_steps_follow_a_limit_that_changes(
+    recorded: tuple[Sequence[int], Sequence[int]],
+    changes: dict[str, object],
+    decode: tuple[int, ...],
+    mixed: tuple[int, ...],
+) -> None:
+    """They were refused where the limit became smaller, and steps were launched kernel by kernel where it grew."""
+    sizes = dict(zip(("decode_buckets", "mixed_buckets"), recorded, strict=True))
+    engine = {"num_blocks": 64, "max_num_seqs": 128, "max_num_batched_tokens": 8192, **sizes}
+    config = replace(run().info, engine=engine).engine_config(**changes)
+    assert (config.decode_buckets, config.mixed_buckets) == (decode, mixed)
+
+
+@pytest.mark.parametrize("sizes", ["x", 5, ["x"], [1.5], [True]])
+def test_sizes_that_are_none_are_refused(sizes: object) -> None:
+    engine = {"num_blocks": 64, "max_num_seqs": 128, "decode_buckets": sizes}
+    for changes in ({}, {"max_num_seqs": 50}):
+        with pytest.raises(ConfigError, match=r"^decode_buckets: .* is not allowed; use a list of batch sizes$"):
+            replace(run().info, engine=engine).engine_config(**changes)
 
 
 def test_what_nobody_saw_is_left_out(tmp_path: Path) -> None:
