@@ -259,7 +259,7 @@ def test_levels_that_nothing_meets_and_that_anything_meets(folder: Path, capsys:
         (["small.toml", "--gpu-hour", "nan"], "--gpu-hour: 'nan' is not allowed"),
         (["small.toml", "--rate", "-1"], "--rate: '-1' is not allowed"),
         (["small.toml", "--mode", "sync,fast"], "mode: 'fast' is not allowed"),
-        (["small.toml", "--mode", "sync,sync"], "--mode: 'sync,sync' is not allowed; sync is there twice"),
+        (["small.toml", "--mode", "sync,sync"], "--mode: 'sync,sync' is not allowed; 'sync' is there twice"),
         (["small.toml", "--set", "depth=3"], "--set: 'depth=3' is not allowed; modes are what is compared"),
         (["small.toml", "--set", "seed=3", "--set", "seed=4"], "--set: 'seed=4' is not allowed; seed=3 is set already"),
         (["small.toml", "--find", "gpus"], "--find: 'gpus' is not allowed; use rate or replicas"),

@@ -111,7 +111,7 @@ def _modes(text: str | None, overrides: Sequence[str]) -> list[str]:
     modes = text.split(",") if text else []
     for place, mode in enumerate(modes):
         if mode in modes[:place]:
-            raise ConfigError("--mode", text, f"{mode} is there twice; name each mode once")
+            raise ConfigError("--mode", text, f"{mode!r} is there twice; name each mode once")
     for change in overrides:
         if modes and change.partition("=")[0].strip() in ("depth", "mode"):
             raise ConfigError("--set", change, "modes are what is compared; use --mode, as in --mode depth=3")
