@@ -228,6 +228,7 @@ def test_other_files_are_refused(name: str, content: str, error: str, tmp_path: 
         (["none.json"], "--out: missing; name the page"),
         (["none.json", "-o", "r.pdf"], "--out: 'r.pdf' is not allowed; its name must end in .html"),
         (["none.json", "-o", "no/r.html"], "--out: 'no/r.html' is not allowed; the folder 'no' does not exist"),
+        (["a.json", "b.json", "a.json", "-o", "r.html"], "RESULT: 'a.json' is not allowed; it is named twice"),
         (["none.json", "-o", "r.html"], "RESULT: 'none.json' is not allowed; it cannot be read (No such file"),
         ([".", "-o", "r.html"], "RESULT: '.' is not allowed; it cannot be read (Is a directory)"),
     ],

@@ -241,6 +241,7 @@ def test_a_random_sweep_has_a_row_per_point(folder: Path, capsys: pytest.Capture
         (["--range", "host.scale=1:2", "--sample", "x"], "--sample: 'x' is not allowed"),
         (["--range", "host.scale=1:2", "--sample", "9999999999"], "use a whole number of at most 999,999,999"),
         (["--range", "host.scale=1:2", "--vary", "host.scale=1", "--sample", "2"], "host.scale is varied already"),
+        (["--vary", "depth=1", "--sample-seed", "1"], "--sample-seed: '1' is not allowed; say with --sample how many"),
         (["--vary", "depth=1", "--backend", "slurm"], "--backend: 'slurm' is not allowed; use one of local, ray, dask"),
         (["--vary", "depth=1", "--results", "r.csv"], "--results: 'r.csv' is not allowed; its name must end in .jsonl"),
         (["--vary", "depth=1", "--results", "no/r.jsonl"], "it cannot be written (No such file or directory)"),

@@ -40,6 +40,9 @@ def report(
     """
     if not results:
         raise ConfigError("RESULT", MISSING, "name result files, such as the --json of simulate")
+    for place, path in enumerate(results):
+        if path in results[:place]:
+            raise ConfigError("RESULT", str(path), "it is named twice; name each result once")
     if out is None:
         raise ConfigError("--out", MISSING, "name the page, as in -o report.html")
     check_output("--out", out, (".html",))

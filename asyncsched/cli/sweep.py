@@ -57,7 +57,9 @@ def sweep(
         str | None,
         typer.Option(metavar="N", help="Points drawn at random from --range and --vary, instead of the whole grid."),
     ] = None,
-    sample_seed: Annotated[str, typer.Option(metavar="SEED", help="Of the points that are drawn.")] = "0",
+    sample_seed: Annotated[
+        str | None, typer.Option(metavar="SEED", help="Of the points that are drawn; without it, 0.")
+    ] = None,
     overrides: Overrides = None,
     strict: Strict = False,
     goodput: Goodput = None,
@@ -132,7 +134,7 @@ def _check_results(path: Path | None) -> None:
 
 
 def _design(
-    vary: Sequence[str], ranges: Sequence[str], sample: str | None, seed: str
+    vary: Sequence[str], ranges: Sequence[str], sample: str | None, seed: str | None
 ) -> tuple[dict[str, list[object]], list[dict[str, object]]]:
     """The values of each key, those that were drawn too, and the points in order."""
     from sim.design import Range, grid, parse_range, parse_vary, random_points
@@ -153,8 +155,11 @@ def _design(
     if sample is None:
         if ranges:
             raise ConfigError("--range", ranges[0], "say with --sample how many points to draw")
+        if seed is not None:
+            raise ConfigError("--sample-seed", seed, "say with --sample how many points to draw")
         return varied, grid(varied)
-    points = random_points(drawn, varied, parse_count("--sample", sample, 1), parse_count("--sample-seed", seed, 0))
+    number = 0 if seed is None else parse_count("--sample-seed", seed, 0)
+    points = random_points(drawn, varied, parse_count("--sample", sample, 1), number)
     return {key: [point[key] for point in points] for key in points[0]}, points
 
 
