@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -205,7 +204,11 @@ def test_a_log_that_is_cut_off_names_its_line(tmp_path: Path, capsys: Captured) 
     assert [one.name for one in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_is_read_only_is_refused(tmp_path: Path, capsys: Captured) -> None:
-    (tmp_path / "locked").mkdir(mode=0o500)
-    assert "it cannot be written" in refused(capsys, SLICE, "-o", tmp_path / "locked" / "mine.toml")
+def test_a_folder_that_cannot_be_written_to_is_refused(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    assert "it cannot be written (Permission denied)" in refused(capsys, SLICE, "-o", tmp_path / "mine.toml")
