@@ -698,6 +698,13 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bench of an unknown shape": (("bench", "--config", "llama", "--dummy-weights"), ("config: 'llama'", "llama-8b")),
     "bench without requests": ((*SHAPE, "--requests", "0"), ("--requests: '0'", "at least 1")),
     "bench in no mode": ((*SHAPE, "--mode", "sync,fast"), ("--mode: 'sync,fast'", "sync, async")),
+    "bench in a mode twice": ((*SHAPE, "--mode", "sync,sync"), ("--mode: 'sync,sync'", "twice")),
+    "bench at a depth twice": ((*SHAPE, "--depth", "1,3,1"), ("--depth: '1,3,1'", "twice")),
+    "bench of too many requests": ((*SHAPE, "--requests", "9999999999"), ("--requests: '9999999999'", "at most 999,")),
+    "record between no lengths": (
+        ("record", "-o", "run", *SHAPE[1:], "--new-tokens", "5-"),
+        ("--new-tokens: '5-'", "use N, or A-B"),
+    ),
     "bench at no depth": ((*SHAPE, "--depth", "1,"), ("--depth: ''", "at least 1")),
     "bench beyond the context": (
         (*SHAPE, "--requests", "1", "--new-tokens", "2000"),

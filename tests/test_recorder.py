@@ -129,6 +129,21 @@ def test_folders_above_that_of_a_run_are_made_later_and_a_file_there_is_refused(
         check_folder("--out", tmp_path / "file" / "one")
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever permissions say: root has them all."""
+    check_folder("--out", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+    def refuse(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(ConfigError, match="is no folder that can be written to"):
+        check_folder("--out", tmp_path / "one")
+
+
 def test_requests_that_cannot_fit_are_refused_before_the_run() -> None:
     recorder = Recorder(tiny())
     with pytest.raises(ConfigError, match=r"request 1: 33 .*must fit 32"):

@@ -13,7 +13,7 @@ import typer
 
 from asyncsched.cli.figures import number, percent
 from asyncsched.cli.files import PICTURES, check_output, write_output
-from asyncsched.cli.inputs import MODES, AsJson, print_json
+from asyncsched.cli.inputs import MODES, AsJson, parse_count, print_json
 from asyncsched.cli.kernels import kernel_share
 from asyncsched.cli.loading import (
     ENGINE,
@@ -108,12 +108,12 @@ def bench(
         check_folder("--record", record)
     check_output("--plot", plot, PICTURES)
     sizes = {
-        "requests": _count("--requests", requests),
-        "prompt_tokens": _count("--prompt-tokens", prompt_tokens),
-        "new_tokens": _count("--new-tokens", new_tokens),
+        "requests": parse_count("--requests", requests, 1),
+        "prompt_tokens": parse_count("--prompt-tokens", prompt_tokens, 1),
+        "new_tokens": parse_count("--new-tokens", new_tokens, 1),
     }
     depths = _depths(mode, depth)
-    seats = sizes["requests"] if batch is None else _count("--batch", batch)
+    seats = sizes["requests"] if batch is None else parse_count("--batch", batch, 1)
     more = engine_settings(settings)
     if "max_num_seqs" in more:
         raise ConfigError("--set", f"max_num_seqs={more['max_num_seqs']}", "use --batch")
@@ -152,20 +152,18 @@ def bench(
 # ---- input -----------------------------------------------------------------------------------------------------------
 
 
-def _count(option: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) >= 1):
-        raise ConfigError(option, text, "use a whole number of at least 1")
-    return int(text)
-
-
 def _depths(mode: str | None, depth: str | None) -> dict[str, int]:
-    """Depths by the name of their run, in order, none twice."""
+    """Depths by the name of their run, in order; one that is a mode's runs under the mode's name."""
     modes = mode.split(",") if mode is not None else [] if depth is not None else list(MODES)
+    depths = depth.split(",") if depth is not None else []
+    for option, text, names in (("--mode", mode, modes), ("--depth", depth, depths)):
+        if len(set(names)) < len(names):
+            raise ConfigError(option, text, "one is there twice; name each once")
     for name in modes:
         if name not in MODES:
             raise ConfigError("--mode", mode, f"use {', '.join(MODES)}, or both; other depths are for --depth")
     named = {name: MODES[name] for name in modes}
-    for text in depth.split(",") if depth is not None else ():
+    for text in depths:
         steps = parse_depth("--depth", text)
         if steps not in named.values():
             named[f"depth {steps}"] = steps

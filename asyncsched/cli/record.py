@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from asyncsched.cli.figures import number
-from asyncsched.cli.inputs import MODES, AsJson, print_json
+from asyncsched.cli.inputs import MODES, AsJson, parse_count, print_json
 from asyncsched.cli.loading import (
     ENGINE,
     Device,
@@ -83,7 +83,7 @@ def record(
     what = check_model(model, config, dummy_weights)
     steps = _depth(mode, depth)
     delay = _number("--host-delay-us", host_delay_us, 0, 1e6)
-    first = _whole("--seed", seed, 0)
+    first = parse_count("--seed", seed, 0)
     workload = _workload(requests, prompt_tokens, new_tokens, rate, trace)
     from sim.workload import build_workload
 
@@ -120,17 +120,23 @@ def check_folder(option: str, path: Path) -> None:
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(option, str(path), "it exists; name a new folder")
-        near = next(folder for folder in path.absolute().parents if folder.exists())  # those below it will be made
-        if not (near.is_dir() and os.access(near, os.W_OK)):
+        whole = path.absolute()
+        near = next(folder for folder in (whole, *whole.parents) if folder.exists())  # those below it will be made
+        if not (near.is_dir() and _can_hold(near)):
             raise ConfigError(option, str(path), f"{near} is no folder that can be written to; name one elsewhere")
     except OSError as error:
         raise ConfigError(option, str(path), f"it cannot be made ({error.strerror})") from None
 
 
-def _whole(option: str, text: str, least: int) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) >= least):
-        raise ConfigError(option, text, f"use a whole number of at least {least}")
-    return int(text)
+def _can_hold(folder: Path) -> bool:
+    """Whether folders can be made there; leaves no trace."""
+    probe = folder / f".asyncsched-{os.getpid()}.tmp"
+    try:
+        probe.mkdir()
+        probe.rmdir()
+    except OSError:
+        return False
+    return True
 
 
 def _number(option: str, text: str, least: float, most: float) -> float:
@@ -155,8 +161,10 @@ def _length(option: str, text: str) -> dict[str, Any]:
     """N, or A-B for evenly drawn lengths."""
     low, separator, high = text.partition("-")
     if not separator:
-        return {"kind": "fixed", "tokens": _whole(option, low, 1)}
-    bounds = {"min_tokens": _whole(option, low, 1), "max_tokens": _whole(option, high, 1)}
+        return {"kind": "fixed", "tokens": parse_count(option, low, 1)}
+    if not low or not high:
+        raise ConfigError(option, text, "use N, or A-B with A not above B")
+    bounds = {"min_tokens": parse_count(option, low, 1), "max_tokens": parse_count(option, high, 1)}
     if bounds["max_tokens"] < bounds["min_tokens"]:
         raise ConfigError(option, text, "use N, or A-B with A not above B")
     return {"kind": "uniform", **bounds}
@@ -168,7 +176,7 @@ def _workload(
     from sim.spec import validate
     from sim.workload import SyntheticWorkload, TraceWorkload
 
-    count = _whole("--requests", requests, 1)
+    count = parse_count("--requests", requests, 1)
     if trace is not None:
         if rate is not None:
             raise ConfigError("--rate", rate, "a trace has times of its own; leave one out")
