@@ -162,6 +162,10 @@ MORE_BAD_INPUT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trace without value": ((*SMALL, "--trace"), ("--trace: ''", "requires an argument")),
     "trace of another kind": ((*SMALL, "--trace", "x.txt"), ("--trace: 'x.txt'", "must end in .json")),
     "plot of another kind": ((*SMALL, "--plot", "x.gif"), ("--plot: 'x.gif'", ".png or .svg or .pdf")),
+    "trace over the scenario": (
+        ("simulate", "kept.json", "--trace", "./kept.json"),
+        ("--trace: 'kept.json'", "it is the file of the scenario too"),
+    ),
     "plot into a folder": ((*SMALL, "--plot", "folder.png"), ("--plot: 'folder.png'", "directory")),
     "output that is no file": ((*SMALL, "--trace", "pipe.json"), ("--trace: 'pipe.json'", "cannot be replaced")),
     "steps alone": ((*SMALL, "--steps", "1:2"), ("--steps: '1:2'", "--trace")),
@@ -248,6 +252,7 @@ def test_bad_input_is_one_line_and_status_2(case: str, folder: Path) -> None:
 def test_more_bad_input_is_one_line_and_status_2(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "folder.png").mkdir()
     os.mkfifo(folder / "pipe.json")  # no real device: were the check lost, this test would replace it
+    (folder / "kept.json").write_text("{}")
     arguments, said = MORE_BAD_INPUT[case]
     before = sorted(folder.iterdir())
     status = in_process(*arguments)

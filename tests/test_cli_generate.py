@@ -688,6 +688,14 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "setting of another type": ((*ONE, "--set", "block_size=large"), ("block_size: 'large'", "whole number")),
     "output of another kind": ((*ONE, "--out", "o.json"), ("--out: 'o.json'", "must end in .jsonl")),
     "output into nowhere": ((*ONE, "--out", "no/o.jsonl"), ("--out: 'no/o.jsonl'", "does not exist")),
+    "answers over the prompts": (
+        ("generate", "--model", "{model}", "--prompts", "empty.jsonl", "--out", "empty.jsonl"),
+        ("--out: 'empty.jsonl'", "it is the file of --prompts too"),
+    ),
+    "trace over the result": (
+        (*SHAPE, "--out", "o.json", "--trace", "o.json"),
+        ("--trace: 'o.json'", "it is the file of --out too"),
+    ),
     "plot of another kind": ((*ONE, "--plot", "p.gif"), ("--plot: 'p.gif'", ".png or .svg or .pdf")),
     "conversation without a template": (("generate", "--model", "plain", "--chat"), ("chat template",)),
     "bench of nothing": (("bench",), ("--model: missing", "--config NAME --dummy-weights")),

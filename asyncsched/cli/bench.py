@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from asyncsched.cli.figures import number, percent
-from asyncsched.cli.files import PICTURES, check_output, write_output
+from asyncsched.cli.files import PICTURES, check_distinct, check_output, write_output
 from asyncsched.cli.inputs import MODES, AsJson, parse_count, print_json
 from asyncsched.cli.kernels import kernel_share
 from asyncsched.cli.loading import (
@@ -107,6 +107,7 @@ def bench(
     if record is not None:
         check_folder("--record", record)
     check_output("--plot", plot, PICTURES)
+    check_distinct({"--out": out, "--trace": trace, "--plot": plot})
     sizes = {
         "requests": parse_count("--requests", requests, 1),
         "prompt_tokens": parse_count("--prompt-tokens", prompt_tokens, 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from asyncsched.errors import ConfigError
@@ -28,6 +29,17 @@ def check_output(option: str, path: Path | None, suffixes: tuple[str, ...]) -> N
         temporary.unlink()
     except OSError as error:
         raise _unwritable(option, path, error) from None
+
+
+def check_distinct(files: Mapping[str, Path | None]) -> None:
+    """Raises ConfigError where two are one file: what is written later would replace it. By option, inputs first."""
+    named: dict[Path, str] = {}
+    for option, path in files.items():
+        if path is None:
+            continue
+        other = named.setdefault(path.resolve(), option)
+        if other != option:
+            raise ConfigError(option, str(path), f"it is the file of {other} too; name another file")
 
 
 def write_output(option: str, path: Path, content: bytes) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from asyncsched.cli.answers import Answers, LineFile
 from asyncsched.cli.chatting import chat as run_chat
-from asyncsched.cli.files import PICTURES, check_output
+from asyncsched.cli.files import PICTURES, check_distinct, check_output
 from asyncsched.cli.loading import (
     ENGINE,
     BatchInvariant,
@@ -93,6 +93,7 @@ def generate(
     check_output("--out", out, (".jsonl",))
     check_output("--trace", trace, (".json",))
     check_output("--plot", plot, PICTURES)
+    check_distinct({"--prompts": prompts, "--out": out, "--trace": trace, "--plot": plot})
     numbers = {
         "max_tokens": max_tokens,
         "temperature": temperature,

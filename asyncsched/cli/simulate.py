@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from asyncsched.cli.figures import FIGURES, look_up, write
-from asyncsched.cli.files import PICTURES, check_output, write_output
+from asyncsched.cli.files import PICTURES, check_distinct, check_output, write_output
 from asyncsched.cli.inputs import (
     AsJson,
     Goodput,
@@ -109,6 +109,7 @@ def simulate(
     ]
     check_output("--trace", trace, (".json",))
     check_output("--plot", plot, PICTURES)
+    check_distinct({"the scenario": scenario, "--trace": trace, "--plot": plot})
     if steps is not None and trace is None and plot is None:
         raise ConfigError("--steps", steps, "it says what --trace and --plot show; give one of them too")
     window = None if steps is None else _parse_steps(steps)
