@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from asyncsched.errors import ConfigError
 from asyncsched.runs import UNKNOWN, IntArray, Run
 from sim.cold import COLD_KINDS, NOT_COLD, Cold, fit_cold
-from sim.compute_fit import FEW, ComputeFit, ComputeSteps, Mask, fit_compute, workloads_of
+from sim.compute_fit import FEW, ComputeSteps, Mask, fit_compute, workloads_of
 from sim.fitting import FloatArray, fit, quality, ratios
 from sim.host_speed import SPEED_KINDS, fit_probe, fit_speed, probe_us
-from sim.predict import longest_contexts
+from sim.predict import longest_contexts, seats, since_prefills
 from sim.profile import (
     LARGE_SEQS,
     STEP_KINDS,
@@ -70,6 +70,7 @@ class Samples:
     overlap   the run had several steps in flight
     busy      the compute lane was computing when this kind of host work began
     idle      the compute lane had nothing to do when the step was enqueued
+    since     since a large prefill ended; `seats` of its run's engine
     delay     how long the host was kept busy in each step of the run
     """
 
@@ -88,6 +89,8 @@ class Samples:
     planned: FloatArray
     context: IntArray
     longest: IntArray
+    since: FloatArray
+    seats: IntArray
     gap: FloatArray
     workload: IntArray
     collect: FloatArray
@@ -178,6 +181,8 @@ def _samples(run: Run, number: int, workload: int) -> Samples:
         planned=_us(steps.start("plan")),
         context=np.maximum(steps["kv_tokens"] - steps["num_prefill_tokens"], 0),
         longest=longest_contexts(run),
+        since=since_prefills(run) / 1e3,
+        seats=np.full(count, seats(run)),
         gap=_us(steps.start("compute") - before),
         workload=np.full(count, workload),
         collect=_us(steps.start("commit") - np.maximum(collecting, ready)),
@@ -379,6 +384,8 @@ def _gpu(samples: Samples) -> tuple[GpuProfile, dict[str, FitItem], dict[str, An
         kv_tokens=samples.sizes["kv_tokens"][computed],
         context=samples.context[computed],
         longest=samples.longest[computed],
+        rows=np.where(decode, size, np.minimum(mixed, samples.seats))[computed],
+        since=samples.since[computed],
         attn_pairs=samples.sizes["attn_pairs"][computed],
         overlap=samples.overlap[computed],
         idle=samples.idle[computed],
@@ -390,7 +397,6 @@ def _gpu(samples: Samples) -> tuple[GpuProfile, dict[str, FitItem], dict[str, An
     )
     found = fit_compute(steps)
     items: dict[str, FitItem] = {}
-    jitter: dict[str, Any] = dict(zip(("run", "run_mixed"), found.tables, strict=True))
     for kind in STEP_KINDS:
         rows = (samples.kind[computed] == kind) & steps.free
         if rows.any():
@@ -398,20 +404,22 @@ def _gpu(samples: Samples) -> tuple[GpuProfile, dict[str, FitItem], dict[str, An
                 name: samples.sizes[name][computed][rows] for name in ("num_seqs", "num_prefill_tokens", "kv_tokens")
             }
             items[f"gpu.{kind}"] = quality(steps.duration[rows], found.predicted[rows], sizes)
-            unknowns = {name: len(found.values.get(name, {}).get("tokens", ())) for name in ("eager", "padded")}
-            count = len(found.values["decode_seqs"]) if kind == "decode" else max(unknowns.values())
-            large = rows & (kind == "decode") & (samples.sizes["num_seqs"][computed] >= LARGE_SEQS)
-            if min(np.count_nonzero(large), np.count_nonzero(rows & ~large)) >= FEW_LARGE:
-                jitter["decode_large"] = _jitter(steps, found, large, count + 2)
-                rows &= ~large
-            jitter[kind] = _jitter(steps, found, rows, count + 2)
-    return GpuProfile(**found.values, gap_us=max(gap, 0.0)), items, jitter
-
-
-def _jitter(steps: ComputeSteps, found: ComputeFit, rows: Mask, unknowns: int) -> tuple[float, ...]:
-    """What is left within runs. Fits are closer to steps that they know, by so many unknowns."""
-    knew = float(np.mean(~found.left_out[rows]))
-    return ratios(steps.duration[rows], found.within[rows], round(unknowns * knew))
+    large = steps.decode & (samples.sizes["num_seqs"][computed] >= LARGE_SEQS)
+    if min(np.count_nonzero(large), np.count_nonzero(steps.decode & ~large)) < FEW_LARGE:
+        large[:] = False
+    gpu = GpuProfile(**found.values, gap_us=max(gap, 0.0))
+    prefills = ~steps.decode & steps.free
+    decode_prices = len(gpu.decode_us) + len(gpu.kv_us)
+    tables = {  # of which steps, and how many prices were fitted to them
+        "decode": (steps.decode & ~large, decode_prices),
+        "decode_large": (large, decode_prices),
+        "eager": (prefills & ~steps.padded, len(gpu.eager.tokens_us) + 4),
+        "padded": (prefills & steps.padded, len(gpu.padded.tokens_us) + 4),
+    }
+    jitter: dict[str, Any] = {"run": found.run}
+    for name, (rows, prices) in tables.items():
+        jitter[name] = ratios(steps.duration[rows], found.within[rows], prices)
+    return gpu, items, jitter
 
 
 def _middle(values: FloatArray) -> float:

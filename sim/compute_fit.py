@@ -1,14 +1,16 @@
 """What steps take on the compute lane, fitted: decode steps by sequences and KV read, others by tokens and attention.
 
-One fit has the same contention for all steps (the factor on steps that overlap with the host); it is the one that
-leaves the least over. How far off a fit is for a workload that it has not seen is found by leaving each out once.
+All steps of a fit have some numbers in common: contention (the factor on steps that overlap with the host), how long a
+device is slower behind a large prefill, from which batch size on a sequence is not split. They are those that leave the
+least over. How far off a fit is for a workload that it has not seen is found by leaving each out once.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +23,11 @@ TOKEN_CORNERS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 307
 KV_CORNERS = tuple(1024 * 4**power for power in range(7))
 WHOLE_SEQS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LIMIT_TRUST = 0.02  # in a sample that is an upper limit only
-BETWEEN = 1 / 3
-"""Where truth lies between fits that know a workload, which are too sure, and fits that have lost it."""
+# how long steps may be slower behind a large prefill; one of these is chosen
+HOT_MS = (40.0, 60.0, 80.0, 100.0, 125.0, 160.0)
+BETWEEN = 1 / 2
+"""Where truth lies between fits that know a workload and fits that have lost it. Where a workload has the share h in
+its own prediction, errors with it spread too little by the root of 1 - h, and errors without it too far by as much."""
 
 Mask = NDArray[np.bool_]
 
@@ -34,7 +39,10 @@ class ComputeSteps:
     decode    whether the step is of decodes alone
     size      its sequences or, where it prefills, its tokens; padded ones count
     padded    to a bucket
-    context   KV positions that it reads and does not compute; `longest` is of the longest sequence
+    context   KV positions that it reads and does not compute; `longest` is of the longest decode
+    rows      sequences among whose programs that one is split: of a decode step its size, of a captured one that
+              prefills as many decodes as it has seats for
+    since     since a prefill of HOT_TOKENS ended; inf without one
     beside    it prefills, and has decodes as well
     overlap   several steps were in flight
     idle      the lane had nothing to do when the step was enqueued
@@ -50,6 +58,8 @@ class ComputeSteps:
     kv_tokens: IntArray
     context: IntArray
     longest: IntArray
+    rows: IntArray
+    since: FloatArray
     attn_pairs: IntArray
     overlap: Mask
     idle: Mask
@@ -64,80 +74,110 @@ class ComputeSteps:
 class ComputeFit:
     """`values` are keys of GpuProfile. `predicted` is of every step, those that were not fitted too.
 
-    tables      measured over predicted as tables of ratios: of runs' decodes, and of their mixed steps
-    within      each step as it is predicted once it is known how slow its run was (unless runs have no table), by fits
-                that know its workload and, where `left_out` says so, by others that do not
+    run         measured over predicted of whole runs' decodes, as a table of ratios
+    within      each step as it is predicted once it is known how slow its run was (unless runs have no table)
     """
 
     values: dict[str, Any]
     predicted: FloatArray
     within: FloatArray
-    left_out: Mask
-    tables: tuple[tuple[float, ...], tuple[float, ...]]
+    run: tuple[float, ...]
+
+
+class _Common(NamedTuple):
+    """Keys of GpuProfile that all steps have in common."""
+
+    contention: float = 1.0
+    whole_seqs: int = 1
+    hot_decode: float = 0.0
+    hot_padded: float = 0.0
+    hot_ms: float = HOT_MS[0]
+
+    def factor(self, steps: ComputeSteps) -> FloatArray:
+        """Of each step, over its price."""
+        return np.where(steps.overlap, self.contention, 1.0) * self.slower(steps)
+
+    def slower(self, steps: ComputeSteps) -> FloatArray:
+        """Because of the prefill before."""
+        hot = np.where(steps.decode, self.hot_decode, np.where(steps.padded, self.hot_padded, 0.0))
+        return np.asarray(1 + hot * self.heat(steps))
+
+    def heat(self, steps: ComputeSteps) -> FloatArray:
+        """1 right behind a large prefill, 0 from `hot_ms` on."""
+        return np.maximum(1 - steps.since / (1e3 * self.hot_ms), 0.0)
 
 
 def fit_compute(steps: ComputeSteps) -> ComputeFit:
     """The fit to all steps."""
     everything = np.ones(len(steps.duration), dtype=bool)
-    contention = 1.0
+    common = _Common()
     for _ in range(2):  # one depends on the other, weakly
-        whole = _whole_seqs(steps, contention)
-        contention = _contention(steps, everything, whole)
-    values, predicted = _fit(steps, everything, contention, whole)
-    unseen = _unseen(steps, contention, whole)
-    left_out = ~np.isnan(unseen)
-    within = _between_fits(predicted, unseen)
-    tables = []
-    for rows in (steps.decode, steps.beside & steps.free):
-        known: list[float] = []
-        normalised = within.copy()
-        for number in range(int(steps.run.max(initial=-1)) + 1):
-            mine = rows & (steps.run == number)
-            if np.count_nonzero(mine) < FEW:
-                continue
-            took = steps.duration[mine].sum()
-            knowing, without = took / predicted[mine].sum(), took / unseen[mine].sum()
-            of_run = np.array([[knowing], [without]])
-            normalised[mine] = _between_fits(*(np.stack([predicted[mine], unseen[mine]]) * of_run))
-            known.append(float(_between_fits(*of_run)[0]))
-        tables.append(ratios(np.array(known), np.ones(len(known))) if len(known) >= 3 else ())
-        if len(known) >= 3:
-            within = normalised
-    return ComputeFit(values, predicted, within, left_out, (tables[0], tables[1]))
+        common = common._replace(whole_seqs=_whole_seqs(steps, common))
+        common = common._replace(contention=_contention(steps, everything, common))
+        common = _hot(steps, common)
+    values, predicted = _fit(steps, everything, common)
+    unseen = _unseen(steps, common)
+    within, of_runs = predicted.copy(), []
+    for number in range(int(steps.run.max(initial=-1)) + 1):
+        mine = steps.decode & (steps.run == number)
+        if np.count_nonzero(mine) < FEW:
+            continue
+        took = steps.duration[mine].sum()
+        knowing, without = took / predicted[mine].sum(), took / unseen[mine].sum()
+        within[mine] *= knowing
+        of_runs.append(knowing if np.isnan(without) else knowing ** (1 - BETWEEN) * without**BETWEEN)
+    if len(of_runs) < 3:
+        return ComputeFit(values, predicted, predicted, ())
+    return ComputeFit(values, predicted, within, ratios(np.array(of_runs), np.ones(len(of_runs))))
 
 
-def _between_fits(knowing: FloatArray, without: FloatArray) -> FloatArray:
-    """Of two predictions, one by a fit that knows the workload; that one where there is no other (NaN)."""
-    return np.where(np.isnan(without), knowing, knowing ** (1 - BETWEEN) * without**BETWEEN)
+def _hot(steps: ComputeSteps, common: _Common) -> _Common:
+    """How much longer steps take behind large prefills, and for how long: what leaves the least of the decodes over."""
+    everything = np.ones(len(steps.duration), dtype=bool)
+    kinds = {"hot_decode": steps.decode, "hot_padded": ~steps.decode & steps.padded}
+    behind = steps.decode & np.isfinite(steps.since)
+    if not behind.any():
+        return common
+    found = []
+    for hot_ms in HOT_MS:
+        tried = common._replace(hot_ms=hot_ms)
+        heat = tried.heat(steps)
+        for _ in range(4):  # prices without them depend on them
+            plain = _fit(steps, everything, tried)[1] / tried.slower(steps)
+            for name, rows in kinds.items():
+                if min(np.count_nonzero(heat[rows]), np.count_nonzero(heat[rows] == 0)) >= FEW:
+                    base, more = fit([plain[rows], plain[rows] * heat[rows]], steps.duration[rows]).coefficients
+                    tried = _Common(**{**tried._asdict(), name: float(more / base)})
+        errors = np.abs(_fit(steps, everything, tried)[1] / steps.duration - 1)[behind]
+        found.append((float(np.minimum(errors, 0.2).sum()), tried))
+    return min(found, key=lambda one: one[0])[1]
 
 
-def _whole_seqs(steps: ComputeSteps, contention: float) -> int:
+def _whole_seqs(steps: ComputeSteps, common: _Common) -> int:
     """The batch size from which on the longest sequence counts whole: the one that leaves the least over, of workloads
     that a fit knows and of those that it does not."""
     if not steps.decode.any():
         return 1
 
     def leftover(whole: int) -> float:
-        total = 0.0
-        for guess in (
-            _fit(steps, steps.decode, contention, whole)[1],
-            _unseen(steps, contention, whole, decodes_only=True),
-        ):
+        total, tried = 0.0, common._replace(whole_seqs=whole)
+        for guess in (_fit(steps, steps.decode, tried)[1], _unseen(steps, tried, decodes_only=True)):
             errors = np.abs(guess / steps.duration - 1)[steps.decode & ~np.isnan(guess)]
             total += float(np.minimum(errors, 0.2).sum())
         return total
 
-    return min(WHOLE_SEQS, key=leftover)
+    largest = int(steps.size[steps.decode].max())  # from there on all are the same
+    return min(WHOLE_SEQS[: bisect_left(WHOLE_SEQS, largest) + 1], key=leftover)
 
 
-def _contention(steps: ComputeSteps, train: Mask, whole: int) -> float:
+def _contention(steps: ComputeSteps, train: Mask, common: _Common) -> float:
     """Searched coarsely, then finely; the smaller one where it makes no difference."""
     if steps.inline or steps.overlap.all() or not steps.overlap.any():
         return 1.0
     weighed = steps.free & train
 
     def leftover(contention: float) -> float:
-        predicted = _fit(steps, train, contention, whole)[1]
+        predicted = _fit(steps, train, common._replace(contention=contention))[1]
         errors = np.abs(predicted[weighed] / steps.duration[weighed] - 1)
         total: float = np.minimum(errors, 0.2).sum() * (1 + 1e-3 * contention)
         return total
@@ -149,7 +189,7 @@ def _contention(steps: ComputeSteps, train: Mask, whole: int) -> float:
     return found
 
 
-def _unseen(steps: ComputeSteps, contention: float, whole: int, decodes_only: bool = False) -> FloatArray:
+def _unseen(steps: ComputeSteps, common: _Common, decodes_only: bool = False) -> FloatArray:
     """Each step as fits predict it that know nothing of its workload; NaN where its sizes are beyond all they know."""
     predicted = np.full(len(steps.duration), np.nan)
     workloads = np.unique(steps.workload)
@@ -157,7 +197,7 @@ def _unseen(steps: ComputeSteps, contention: float, whole: int, decodes_only: bo
         return predicted
     for workload in workloads:
         mine = steps.workload == workload
-        guess = _fit(steps, ~mine & (steps.decode | (not decodes_only)), contention, whole)[1]
+        guess = _fit(steps, ~mine & (steps.decode | (not decodes_only)), common)[1]
         for rows in (steps.decode, ~steps.decode):
             theirs, ours = steps.size[rows & ~mine], steps.size[rows & mine]
             if len(theirs) and len(ours) and theirs.min() <= ours.min() and ours.max() <= theirs.max():
@@ -165,16 +205,16 @@ def _unseen(steps: ComputeSteps, contention: float, whole: int, decodes_only: bo
     return predicted
 
 
-def _fit(steps: ComputeSteps, train: Mask, contention: float, whole: int) -> tuple[dict[str, Any], FloatArray]:
+def _fit(steps: ComputeSteps, train: Mask, common: _Common) -> tuple[dict[str, Any], FloatArray]:
     """Keys of GpuProfile, and every step as they predict it."""
-    factor = np.where(steps.overlap, contention, 1.0)
+    factor = common.factor(steps)
     predicted = np.zeros(len(steps.duration))
-    values: dict[str, Any] = {"contention": contention, "idle_start_us": 0.0, "whole_seqs": whole}
+    values: dict[str, Any] = {**common._asdict(), "idle_start_us": 0.0}
     if (steps.decode & train).any():
         _fit_decodes(steps, train, factor, values, predicted)
     for name, padded in (("eager", False), ("padded", True)):
         if (~steps.decode & train & (steps.padded == padded)).any():
-            values[name] = _fit_prefills(steps, padded, train, factor, values["idle_start_us"], predicted)
+            values[name] = _fit_prefills(steps, padded, train, factor, values, predicted)
     return values, predicted
 
 
@@ -191,7 +231,7 @@ def _fit_decodes(
 
     def terms(rows: Mask) -> list[FloatArray]:
         own = [(steps.idle[rows] / factor[rows]).astype(float)] if starts else []
-        share = np.minimum(steps.size[rows] / values["whole_seqs"], 1.0) * steps.longest[rows]
+        share = _longest(steps, values)[rows]
         return [*hats(steps.size[rows], corners), share, *ramps(steps.kv_tokens[rows], kv_corners), *own]
 
     found = fit(terms(fitted), steps.duration[fitted] / factor[fitted], smooth=[range(len(corners))])
@@ -204,25 +244,30 @@ def _fit_decodes(
     predicted[steps.decode] = np.stack(terms(steps.decode), axis=1) @ found.coefficients * factor[steps.decode]
 
 
+def _longest(steps: ComputeSteps, values: dict[str, Any]) -> FloatArray:
+    """KV positions of the longest decode that one program reads."""
+    return np.asarray(np.minimum(steps.rows / values["whole_seqs"], 1.0) * steps.longest)
+
+
 def _fit_prefills(
-    steps: ComputeSteps, padded: bool, train: Mask, factor: FloatArray, idle_start: float, predicted: FloatArray
+    steps: ComputeSteps, padded: bool, train: Mask, factor: FloatArray, values: dict[str, Any], predicted: FloatArray
 ) -> dict[str, Any]:
     """Keys of PrefillPrice, for steps padded to a mixed bucket or for those launched kernel by kernel.
 
-    A captured graph computes its decodes as it does prefills, without splitting sequences among programs, so that the
-    longest one counts; its buckets are corners, for they are steps and not a line. Where no step was launched kernel by
-    kernel, captured ones of that size say what it takes.
+    A captured graph splits its decodes among as many programs as if it had one for each seat, so that the longest one
+    counts; its buckets are corners, for they are steps and not a line. Where no step was launched kernel by kernel,
+    captured ones of that size say what it takes.
     """
     rows = ~steps.decode & (steps.padded == padded)
     fitted = (rows if padded else ~steps.decode) & train
     sizes = steps.size[fitted]
     corners = np.unique(sizes).tolist() if padded else corners_of(sizes, TOKEN_CORNERS, 3)
-    start = np.where(steps.idle, idle_start, 0.0)
+    start = np.where(steps.idle, values["idle_start_us"], 0.0)
     names = ["us_per_attn_pair", "us_per_token_and_decode", "us_per_context_token", "us_per_longest"]
 
     def terms(chosen: Mask) -> list[FloatArray]:
         beside = np.where(steps.beside, steps.size, 0)
-        linear = [steps.attn_pairs, beside, steps.context, *([steps.longest] if padded else [])]
+        linear = [steps.attn_pairs, beside, steps.context, *([_longest(steps, values)] if padded else [])]
         return [*hats(steps.size[chosen], corners), *(term[chosen].astype(float) for term in linear)]
 
     measured = np.maximum(steps.duration - start, 0.0) / factor

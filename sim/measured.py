@@ -17,7 +17,7 @@ from asyncsched.timeline import LANES as NAMES
 from asyncsched.timeline import LaneAccount, Span, StepTimes, Timeline
 from sim.draws import FloatArray, Stream, generator
 from sim.lanes import COMPUTE, D2H, H2D, HOST
-from sim.profile import QUANTILES, HostPrice, PrefillPrice, Profile, jitter_of_step
+from sim.profile import HOT_TOKENS, QUANTILES, HostPrice, PrefillPrice, Profile, jitter_of_step
 
 BLOCK = 1024  # multipliers drawn at a time
 
@@ -32,8 +32,8 @@ _STREAMS = {
     "deliver": Stream.DELIVER,
     "decode": Stream.FORWARD,
     "decode_large": Stream.FORWARD,
-    "mixed": Stream.FORWARD,
-    "prefill": Stream.FORWARD,
+    "eager": Stream.FORWARD,
+    "padded": Stream.FORWARD,
 }
 
 
@@ -45,12 +45,14 @@ def step_kind(shape: StepShape) -> str:
 
 
 class MeasuredCosts:
-    """Nanoseconds of each operation. `seed` draws jitter from the profile's tables; None is no jitter."""
+    """Nanoseconds of each operation. `seed` draws jitter from the profile's tables; None is no jitter. `seats`: of the
+    engine, and so of a captured step that prefills."""
 
-    def __init__(self, profile: Profile, *, depth: int, seed: int | None, replica: int = 0) -> None:
+    def __init__(self, profile: Profile, *, depth: int, seats: int, seed: int | None, replica: int = 0) -> None:
         host, gpu = profile.host, profile.gpu
         self.profile = profile
         self.inline = host.inline
+        self._seats = seats
         self._seed = seed
         self._replica = replica
         self._host = {
@@ -80,11 +82,8 @@ class MeasuredCosts:
         self._draws: dict[Stream, tuple[int, list[float]]] = {}
         self._speed = _Speed(profile, seed, replica)
         draw = 0.5 if seed is None else generator(seed, Stream.RUN, 0, replica).random()
-        decode, mixed = (
-            float(np.interp(draw, QUANTILES, table)) if seed is not None and table else 1.0
-            for table in (profile.jitter.run, profile.jitter.run_mixed)
-        )
-        self._run = {"decode": decode, "mixed": mixed, "prefill": 1.0}
+        table = profile.jitter.run
+        self._run = float(np.interp(draw, QUANTILES, table)) if seed is not None and table else 1.0
 
     def host_ns(self, kind: str, shape: StepShape, step: int, busy: bool, now: int = 0) -> int:
         """Host work that begins at `now`; `busy`: the compute lane computes beside it."""
@@ -107,19 +106,25 @@ class MeasuredCosts:
     def submit_ns(self, count: int) -> int:
         return round(self._submit * count)
 
-    def forward_ns(self, shape: StepShape, longest: int, step: int, idle: bool) -> int:
+    def forward_ns(self, shape: StepShape, longest: int, step: int, idle: bool, since: float) -> int:
         """Carry-over, forward pass and sampling; `idle`: the lane had nothing to do before. `longest`: KV positions of
-        the longest sequence."""
+        the longest decode. `since`: nanoseconds since a prefill of HOT_TOKENS ended, inf without one."""
         kind = step_kind(shape)
         gpu = self.profile.gpu
+        padded = shape.mixed_bucket > 0
         if kind == "decode":
             size = shape.bucket or shape.num_seqs
             price = _between(size, *self._decode) + _between(shape.kv_tokens, *self._kv)
             price += gpu.us_per_longest * longest * min(size / gpu.whole_seqs, 1.0)
+            price *= self._run
         else:
-            price = self._prefill[shape.mixed_bucket > 0].us(shape, longest)
-        table = jitter_of_step(self.profile.jitter, kind, shape.num_seqs)
-        price *= self._factor * self._run[kind] * self._multiplier(table, step)
+            rows = min(shape.mixed_bucket, self._seats) if padded else shape.num_decodes
+            price = self._prefill[padded].us(shape, longest * min(rows / gpu.whole_seqs, 1.0))
+        if since < gpu.hot_ms * 1e6:
+            hot = gpu.hot_decode if kind == "decode" else gpu.hot_padded if padded else 0.0
+            price *= 1 + hot * (1 - since / (gpu.hot_ms * 1e6))
+        table = jitter_of_step(self.profile.jitter, kind, shape.num_seqs, padded)
+        price *= self._factor * self._multiplier(table, step)
         return round(price + (self._idle_start if idle else 0.0))
 
     def copy_ns(self, kind: OpKind, shape: StepShape) -> int:
@@ -154,7 +159,7 @@ class _Prefill:
         self._price = price
         self._line = np.array(price.tokens, dtype=float), np.array(price.tokens_us)
 
-    def us(self, shape: StepShape, longest: int) -> float:
+    def us(self, shape: StepShape, longest: float) -> float:
         price, tokens = self._price, shape.mixed_bucket or shape.num_tokens
         us = _between(tokens, *self._line) + price.us_per_attn_pair * shape.attn_pairs
         us += price.us_per_context_token * context_tokens(shape.kv_tokens, shape.num_prefill_tokens)
@@ -188,8 +193,8 @@ def context_tokens(kv_tokens: int, num_prefill_tokens: int) -> int:
 
 
 def longest_context(plan: StepPlan, sliding_window: int | None = None) -> int:
-    """KV positions of the longest sequence of a step."""
-    longest = int(plan.ends.max(initial=0))
+    """KV positions of the longest decode of a step."""
+    longest = int(plan.ends[: plan.num_decodes].max(initial=0))
     return longest if sliding_window is None else min(longest, sliding_window)
 
 
@@ -219,6 +224,7 @@ class MeasuredLanes:
         self.free = [0, 0, 0, 0]
         self._recorded: dict[Event, int] = {}
         self.idle = 0  # time without work since the last launch
+        self._prefilled = -math.inf  # when the last prefill of HOT_TOKENS ended
 
     def host(self, kind: str, plan: StepPlan, shape: StepShape) -> None:
         """Host work of a step; after its plan comes the delay, if there is one."""
@@ -296,9 +302,12 @@ class MeasuredLanes:
         end = start
         if plan.num_tokens:
             idle = enqueued >= self.account.last_end_ns
-            end += costs.forward_ns(shape, longest_context(plan, self._window), plan.step, idle)
+            longest = longest_context(plan, self._window)
+            end += costs.forward_ns(shape, longest, plan.step, idle, start - self._prefilled)
             if not shape.bucket and not shape.mixed_bucket and not costs.inline:
                 end = max(end, enqueued + rest + costs.eager_tail_ns)
+            if shape.num_prefill_tokens >= HOT_TOKENS:
+                self._prefilled = end
         self.account.step(StepTimes(enqueued, start, end, self.idle, costs.gap_ns))
         self.idle = 0
         busy = self.account.busy["compute"]

@@ -27,7 +27,7 @@ from asyncsched.scheduler import Scheduler
 from asyncsched.timeline import Timeline
 from sim.engine import END, TEXT, SimEngine
 from sim.measured import MeasuredCosts, longest_context
-from sim.profile import Profile
+from sim.profile import HOT_TOKENS, Profile
 
 NOWHERE = 2**40  # the position of an END that is never reached
 
@@ -88,7 +88,7 @@ def _simulated(
     scheduler = Scheduler(config)
     env = simpy.Environment(initial_time=0)
     driver = _Driver(run)
-    costs = MeasuredCosts(profile, depth=config.depth, seed=seed)
+    costs = MeasuredCosts(profile, depth=config.depth, seats=config.max_num_seqs, seed=seed)
     simulated = SimEngine(
         env,
         scheduler,
@@ -113,7 +113,7 @@ def replay(run: Run, on_plan: Callable[[StepPlan], None] | None = None) -> tuple
     config = run.info.engine_config()
     scheduler = Scheduler(config)
     env = simpy.Environment(initial_time=0)
-    costs = MeasuredCosts(Profile(), depth=config.depth, seed=None)
+    costs = MeasuredCosts(Profile(), depth=config.depth, seats=config.max_num_seqs, seed=None)
     engine = SimEngine(env, scheduler, costs, on_plan=on_plan)
     engine.log = log = RunLog(scheduler)
     engine.inbox = _ReplayInbox(_commands(run.requests), lambda: Entry(scheduler.plans, log.commits))
@@ -124,15 +124,28 @@ def replay(run: Run, on_plan: Callable[[StepPlan], None] | None = None) -> tuple
 
 
 def longest_contexts(run: Run) -> IntArray:
-    """KV positions of the longest sequence of each step, from a replay. Where the run cannot be replayed, or not to the
-    same decisions, the mean over the step's sequences, which is the least that it can be."""
+    """KV positions of the longest decode of each step, from a replay. Where the run cannot be replayed, or not to the
+    same decisions, the mean over the step's sequences, which is the least that it can be; 0 without decodes."""
     steps, window = run.steps, run.info.engine.get("sliding_window")
-    mean = -(-steps["kv_tokens"] // np.maximum(steps["num_seqs"], 1))
+    mean = np.where(steps["num_decodes"] > 0, -(-steps["kv_tokens"] // np.maximum(steps["num_seqs"], 1)), 0)
     if not run.decisions or (run.requests.entered_plan == UNKNOWN).any():
         return mean
     longest: list[int] = []
     same = replay(run, lambda plan: longest.append(longest_context(plan, window))) == run.decisions
     return np.array(longest, dtype=np.int64) if same and len(longest) == len(steps) else mean
+
+
+def since_prefills(run: Run) -> NDArray[np.float64]:
+    """Nanoseconds from the end of the last prefill of HOT_TOKENS to the start of each step; inf without one."""
+    steps = run.steps
+    large = np.where(steps["num_prefill_tokens"] >= HOT_TOKENS, steps.end("compute"), -np.inf)
+    before = np.concatenate(([-np.inf], np.maximum.accumulate(large)[:-1]))[: len(steps)]
+    return np.asarray(steps.start("compute") - before)
+
+
+def seats(run: Run) -> int:
+    """How many decodes a captured step of the run may have."""
+    return int(run.info.engine.get("max_num_seqs") or run.steps["num_seqs"].max(initial=1))
 
 
 class _ReplayInbox(Inbox):

@@ -21,6 +21,8 @@ HOST_KINDS = ("plan", "fill", "launch", "eager_launch", "commit", "deliver")
 STEP_KINDS = ("decode", "mixed", "prefill")
 LARGE_SEQS = 64
 """Decode steps of so many sequences and more vary by a table of their own: they are what a power limit slows down."""
+HOT_TOKENS = 1024
+"""A step with so many prefill tokens and more draws more power than a device may for long: its clock falls."""
 QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 """Where the tables of ratios are cut."""
 
@@ -112,7 +114,8 @@ class PrefillPrice(Section):
 
     tokens, tokens_us        all tokens of a step, padded ones too, and what it takes
     us_per_context_token     KV positions that it reads and does not compute, summed over sequences
-    us_per_longest           KV positions of its longest sequence
+    us_per_longest           KV positions of its longest decode, split as in a decode step; a captured step splits it as
+                             if every seat of the engine had a decode
     us_per_attn_pair         pairs of query and key
     us_per_token_and_decode  tokens of steps that have decodes as well
     """
@@ -140,6 +143,8 @@ class GpuProfile(Section):
     eager, padded            steps that prefill: launched kernel by kernel, and padded to a mixed bucket
     idle_start_us            more where the lane had nothing to do before: it waits for its first kernel
     gap_us                   between two steps that follow one another at once
+    hot_decode, hot_padded, hot_ms   a decode step, and a captured one that prefills, takes longer by this share right
+                             behind a prefill of HOT_TOKENS and more; the share falls evenly, to nothing after `hot_ms`
     contention               factor while the host prepares the next step, at depth 2 and more
     """
 
@@ -154,6 +159,9 @@ class GpuProfile(Section):
     padded: PrefillPrice = PrefillPrice()
     idle_start_us: Time = 0.0
     gap_us: Time = 0.0
+    hot_decode: Annotated[float, Field(ge=0, le=100)] = 0.0
+    hot_padded: Annotated[float, Field(ge=0, le=100)] = 0.0
+    hot_ms: Time = 0.0
     contention: Annotated[float, Field(ge=1, le=2)] = 1.0
 
     @model_validator(mode="after")
@@ -167,16 +175,17 @@ class JitterProfile(Section):
     """Measured over predicted, as quantiles at 0, 1, 5, 10, 25, 50, 75, 90, 95, 99 and 100%; mean 1. None: no jitter.
 
     decode_large     of decode steps of LARGE_SEQS sequences and more; () where they are as the others
+    eager, padded    of steps that prefill, by how they are launched and priced
     host             of all host work at once, over times in which the host has one speed; the tables of plan, fill,
                      launch, commit and deliver are of what is left
-    run, run_mixed   the same of the decode steps, and of the mixed steps, of whole runs whose workload was not fitted:
-                     what a run has in common with itself and not with others; a run has too few prefills to tell
+    run              the same of the decode steps of whole runs: what a run has in common with itself and not with
+                     others. A run has too few other steps to tell: what it has in common is in their tables
     """
 
     decode: Ratios = ()
     decode_large: Ratios = ()
-    mixed: Ratios = ()
-    prefill: Ratios = ()
+    eager: Ratios = ()
+    padded: Ratios = ()
     plan: Ratios = ()
     fill: Ratios = ()
     launch: Ratios = ()
@@ -185,7 +194,6 @@ class JitterProfile(Section):
     deliver: Ratios = ()
     host: Ratios = ()
     run: Ratios = ()
-    run_mixed: Ratios = ()
 
     @model_validator(mode="after")
     def _check_tables(self) -> Self:
@@ -196,9 +204,11 @@ class JitterProfile(Section):
         return self
 
 
-def jitter_of_step(jitter: JitterProfile, kind: str, num_seqs: int) -> str:
+def jitter_of_step(jitter: JitterProfile, kind: str, num_seqs: int, padded: bool) -> str:
     """The name of the table for a step of a kind."""
-    return "decode_large" if kind == "decode" and num_seqs >= LARGE_SEQS and jitter.decode_large else kind
+    if kind == "decode":
+        return "decode_large" if num_seqs >= LARGE_SEQS and jitter.decode_large else kind
+    return "padded" if padded else "eager"
 
 
 class FitItem(Section):

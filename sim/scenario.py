@@ -152,7 +152,8 @@ class Scenario(Section):
     def costs(self, replica: int = 0) -> CostModel | MeasuredCosts:
         if self.profile is not None:
             seed = self.seed if self.jitter.kind == "profile" else None
-            return MeasuredCosts(self.profile, depth=self.depth, seed=seed, replica=replica)
+            seats = self.engine_config().max_num_seqs
+            return MeasuredCosts(self.profile, depth=self.depth, seats=seats, seed=seed, replica=replica)
         assert self.gpu is not None  # checked when the scenario was made
         costs = LaneCosts(
             self.host, self.copies, self.gpu, self.overlap, depth=self.depth, block_size=self.engine["block_size"]

@@ -15,7 +15,7 @@ from asyncsched.plan import StepShape
 from asyncsched.runs import SIZES, UNKNOWN, Run
 from sim.host_speed import probed
 from sim.measured import MeasuredCosts, step_kind
-from sim.predict import longest_contexts, predict, replay
+from sim.predict import longest_contexts, predict, replay, seats, since_prefills
 from sim.profile import QUANTILES, STEP_KINDS, Profile, jitter_of_step
 
 STATISTICS = ("mean", "p50", "p90", "p99")
@@ -185,19 +185,19 @@ def coverage(run: Run, profile: Profile) -> tuple[Coverage, ...]:
     steps = run.steps
     if not len(steps):
         return ()
-    costs = MeasuredCosts(profile, depth=int(run.info.engine.get("depth", 2)), seed=None)
+    costs = MeasuredCosts(profile, depth=int(run.info.engine.get("depth", 2)), seats=seats(run), seed=None)
     before = np.concatenate(([0], np.maximum.accumulate(steps.end("compute"))[:-1]))
     idle = steps.end("fill") >= before
     inside: dict[str, list[bool]] = {kind: [] for kind in STEP_KINDS}
-    intervals = {table: _interval(profile, table) for table in (*STEP_KINDS, "decode_large")}
+    intervals = {table: _interval(profile, table) for table in ("decode", "decode_large", "eager", "padded")}
     launch = _interval(profile, "eager_launch")
-    longest = longest_contexts(run)
+    longest, since = longest_contexts(run), since_prefills(run)
     shapes = _shapes(run)
     for row in np.flatnonzero(steps.has("compute")).tolist():
         shape = shapes[row]
         kind = step_kind(shape)
-        low, high = intervals[jitter_of_step(profile.jitter, kind, shape.num_seqs)]
-        price = costs.forward_ns(shape, int(longest[row]), 0, bool(idle[row]))
+        low, high = intervals[jitter_of_step(profile.jitter, kind, shape.num_seqs, shape.mixed_bucket > 0)]
+        price = costs.forward_ns(shape, int(longest[row]), 0, bool(idle[row]), float(since[row]))
         bounds = price * low, price * high
         if not shape.bucket and not shape.mixed_bucket and not costs.inline:
             head, rest = costs.launch_ns(shape, 0, busy=not idle[row])
@@ -213,7 +213,7 @@ def host_speed(run: Run, profile: Profile) -> float:
     """How long the host took over plans and commits, over what the profile says of them: plain Python, which touches no
     device. 1 for a run without steps."""
     steps = run.steps
-    costs = MeasuredCosts(profile, depth=int(run.info.engine.get("depth", 2)), seed=None)
+    costs = MeasuredCosts(profile, depth=int(run.info.engine.get("depth", 2)), seats=seats(run), seed=None)
     took, usual = 0.0, 0.0
     ends = np.concatenate(([0], np.maximum.accumulate(steps.end("compute")))) if len(steps) else np.zeros(1)
     order = np.sort(steps.start("compute")) if len(steps) else np.zeros(0)
@@ -240,12 +240,7 @@ def _shapes(run: Run) -> list[StepShape]:
 
 def _interval(profile: Profile, kind: str) -> tuple[float, float]:
     """5 and 95% of measured over predicted: of steps within a run, and of runs."""
-    of_runs = {
-        "decode": "run",
-        "decode_large": "run",
-        "mixed": "run_mixed",
-        "eager_launch": "host",
-    }
+    of_runs = {"decode": "run", "decode_large": "run", "eager_launch": "host"}
     tables = [np.array(getattr(profile.jitter, name)) for name in (kind, of_runs.get(kind, "")) if name]
     even = (np.arange(400) + 0.5) / 400
     draws = [np.interp(even, QUANTILES, table) if len(table) else np.ones(1) for table in tables]

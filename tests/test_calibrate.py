@@ -13,15 +13,16 @@ from asyncsched.errors import ConfigError
 from asyncsched.runs import NO_STEPS, Run
 from sim.calibrate import calibrate
 from sim.fitting import corners_of, fit, hats, ratios
-from sim.profile import LARGE_SEQS, QUANTILES, Profile, to_toml
+from sim.profile import HOT_TOKENS, LARGE_SEQS, QUANTILES, Profile, to_toml
 from sim.scenario import override_values
 from sim.validate import Validation, coverage, judge
 
 TRUTH = Profile.from_dict(PLANTED)
+SMALL = (16, 64, 128, 256, 512)
 NOISE = {
     "decode": 0.02,
-    "mixed": 0.03,
-    "prefill": 0.03,
+    "eager": 0.03,
+    "padded": 0.01,
     "plan": 0.1,
     "fill": 0.1,
     "launch": 0.1,
@@ -125,6 +126,16 @@ def test_captured_steps_with_prefills_are_found() -> None:
         assert abs(row.error) < 0.5, row
 
 
+def test_engines_with_other_seats_have_other_captured_steps() -> None:
+    """Their longest decode is split among as many programs as there are seats; with 8, a third of it counts."""
+    few: dict[str, Any] = {"max_num_seqs": 8, "decode_buckets": (1, 2, 4, 8)}
+    asked = [run for depth in (1, 2) for other in ({}, few) for run in workloads(depth, mixed_buckets=SMALL, **other)]
+    runs = [happened(run, TRUTH) for run in asked]
+    found = calibrate(runs)
+    assert found.gpu.whole_seqs == 24
+    assert found.gpu.padded.us_per_longest == pytest.approx(1.5, rel=0.01)
+
+
 WRONG: dict[str, tuple[dict[str, object], Callable[[Validation], bool]]] = {
     # decode steps are 5% dearer: an asynchronous closed batch of decodes takes 5% longer per token
     "gpu": ({"gpu.scale": 1.05}, lambda v: abs(v.row("tpot_ms.p50").error - 5.0) < 0.5),
@@ -160,6 +171,31 @@ def test_synchronous_steps_feel_a_slower_host(found: Profile) -> None:
     assert 1e3 * (row.predicted - row.measured) == pytest.approx(per_step, rel=0.02)
 
 
+def test_how_long_a_large_prefill_slows_what_is_behind_it_is_found(found: Profile) -> None:
+    """Decodes, captured steps with prefills, and for how long; nothing where nothing is."""
+    hot = {"hot_decode": 0.06, "hot_padded": 0.12, "hot_ms": 80.0}
+    truth = Profile.from_dict({**PLANTED, "gpu": {**PLANTED["gpu"], **hot}})  # type: ignore[dict-item]
+    sizes: dict[str, Any] = {
+        "max_num_batched_tokens": 2048,
+        "max_model_len": 2048,
+        "mixed_buckets": (64, 128, 256, 512),
+    }
+    prompts, arrivals = [HOT_TOKENS, 200, 50, 400, 90, 30] * 8, [20.0 * number for number in range(48)]
+    runs = [
+        happened(run, truth)
+        for depth in (1, 2)
+        for run in (
+            *workloads(depth, **sizes),
+            wanted(f"closed-large-{depth}", depth, [150] * 12, [60] * 12, **sizes),
+            wanted(f"open-large-{depth}", depth, prompts, [20] * 48, arrivals, **sizes),
+        )
+    ]
+    mine = calibrate(runs).gpu
+    assert (mine.hot_decode, mine.hot_padded, mine.hot_ms) == pytest.approx((0.06, 0.12, 80.0), rel=0.03)
+    assert found.gpu.hot_decode == pytest.approx(0, abs=2e-4)
+    assert found.gpu.hot_padded == 0  # it has none of these
+
+
 # ---- jitter ----------------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +214,21 @@ def test_intervals_hold_nine_tenths_of_what_varies_as_it_did() -> None:
     narrow = fitted.model_copy(update={"jitter": type(fitted.jitter)()})
     shares = [one.share for one in coverage(happened(workloads(1)[3], truth, seed=5), narrow) if one.kind == "decode"]
     assert shares[0] < 0.2  # without tables nothing is covered
+
+
+def test_a_step_is_asked_for_its_price_as_it_was_run() -> None:
+    """Behind a large prefill or not, on an engine with few seats: at the true prices, which vary by nothing, every step
+    is in its interval, and at others none that they are about."""
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "decode_buckets": (1, 2, 4, 8), "mixed_buckets": SMALL}
+    sizes |= {"max_num_batched_tokens": 2048, "max_model_len": 2048}
+    run = wanted("open", 2, [HOT_TOKENS, 200, 50, 90] * 6, [20] * 24, [12.0 * number for number in range(24)], **sizes)
+    hot = {"hot_decode": 0.06, "hot_padded": 0.12, "hot_ms": 80.0}
+    truth = Profile.from_dict({**PLANTED, "gpu": {**PLANTED["gpu"], **hot}})  # type: ignore[dict-item]
+    run = happened(run, truth)
+    assert {one.kind: one.share for one in coverage(run, truth)} == {"decode": 1.0, "mixed": 1.0, "prefill": 1.0}
+    for change, kind in (({"gpu.hot_ms": 0.0}, "decode"), ({"gpu.whole_seqs": 8}, "mixed")):
+        wrong = Profile.from_dict(override_values(truth.to_dict(), change))
+        assert {one.kind: one.share for one in coverage(run, wrong)}[kind] < 0.6
 
 
 def test_large_decode_steps_vary_by_a_table_of_their_own() -> None:
@@ -210,6 +261,31 @@ def test_jitter_keeps_its_mean_and_its_spread() -> None:
         table = np.array(getattr(fitted.jitter, name))
         assert np.trapezoid(table, QUANTILES) == pytest.approx(1.0, abs=1e-9)
         assert table[-3] - table[2] == pytest.approx(2 * 1.645 * NOISE[name], rel=0.25)
+
+
+def test_steps_with_prefills_vary_as_they_are_launched() -> None:
+    """Captured ones were planted a third as wide as others; mixed steps and prefills are in one table."""
+    truth, sizes = noisy(), {"mixed_buckets": (64, 128, 256)}
+    prompts, arrivals = [40, 200, 600] * 40, [15.0 * number for number in range(120)]
+    asked = [wanted(f"open-{depth}", depth, prompts, [12] * 120, arrivals, **sizes) for depth in (1, 2)]
+    fitted = calibrate([happened(run, truth, seed=seed) for seed in (1, 2) for run in asked])
+    for name in ("eager", "padded"):
+        table = np.array(getattr(fitted.jitter, name))
+        assert table[-3] - table[2] == pytest.approx(2 * 1.645 * NOISE[name], rel=0.25)
+
+
+def test_what_a_run_has_in_common_is_counted_once() -> None:
+    """Runs vary by 3%, steps within them by 2%: the intervals hold nine tenths, and not more."""
+    truth = noisy()
+    runs = tuple(1 + 1.5 * (ratio - 1) for ratio in truth.jitter.decode)
+    truth = truth.model_copy(update={"jitter": truth.jitter.model_copy(update={"run": runs})})
+    asked = [wanted(f"closed-{size}", 2, [60 + size] * size, [60] * size) for size in (1, 8, 16)] * 15
+    fitted = calibrate([happened(run, truth, seed=seed) for seed, run in enumerate(asked)])
+    table = np.array(fitted.jitter.run)
+    assert table[-3] - table[2] == pytest.approx(2 * 1.645 * 0.03, rel=0.3)
+    again = [happened(run, truth, seed=1000 + seed) for seed, run in enumerate(asked)]
+    shares = [one.share for run in again for one in coverage(run, fitted) if one.kind == "decode"]
+    assert np.mean(shares) == pytest.approx(0.9, abs=0.03)
 
 
 def test_the_same_seed_predicts_the_same() -> None:

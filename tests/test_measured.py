@@ -8,7 +8,7 @@ from planted import wanted
 
 from asyncsched.runs import Run
 from sim.predict import predict
-from sim.profile import Profile
+from sim.profile import HOT_TOKENS, Profile
 
 HOST = {"plan": 70, "fill": 50, "commit": 40, "deliver": 30}
 PATH = sum(HOST.values()) - HOST["deliver"]  # what is delivered is handed over behind the next launch
@@ -137,7 +137,7 @@ def test_steps_with_prefills_cost_what_they_read_and_have_beside_them() -> None:
     assert [run.steps[name][row] for name in ("num_decodes", "num_prefill_tokens", "kv_tokens")] == [1, 20, 32]
     pairs = 12 + 20 * 21 // 2
     assert run.steps["attn_pairs"][row] == pairs
-    expected = 500 + 2 * 12 + 3 * 21 + 0.5 * pairs + 7 * 20 + 20
+    expected = 500 + 2 * 12 + 3 * 21 + 0.5 * pairs + 7 * 12 + 20
     assert run.steps.duration("compute")[row] / 1e3 == pytest.approx(expected)
 
 
@@ -173,3 +173,39 @@ def test_who_drives_the_engine_hands_arrivals_over_behind_a_delivery() -> None:
         assert plans[taken - 1] > middle * 1e6  # it was there before this plan, and is not in it
     idle = predict(wanted("two", 1, [10, 10], [3, 3], [0.0, 80.0]), priced())
     assert idle.steps.start("plan")[3] == 80_003_000  # an engine without work takes it at once, for 3 us
+
+
+@pytest.mark.parametrize(("seats", "bucket", "share"), [(4, 32, 0.5), (8, 32, 1.0), (32, 32, 1.0), (32, 4, 0.5)])
+def test_a_captured_step_splits_its_longest_decode_as_if_every_seat_had_one(
+    seats: int, bucket: int, share: float
+) -> None:
+    """Half of its positions count with half of the seats from which they count whole, and a bucket of 4 has no more
+    decodes than 4. A prefill's positions do not count."""
+    asked = wanted(
+        "two", 1, [10, 3], [30, 30], [0.0, 0.5], max_num_seqs=seats, mixed_buckets=(bucket,), decode_buckets=()
+    )
+    padded = {"tokens": [32], "tokens_us": [500.0]}
+    plain, dear = (
+        predict(asked, priced(gpu={"padded": price, "whole_seqs": 8})).steps
+        for price in (padded, {**padded, "us_per_longest": 7.0})
+    )
+    row = int(np.flatnonzero(plain.kind == "mixed")[0])
+    assert (plain["mixed_bucket"][row], plain["num_prefill_tokens"][row]) == (bucket, 3)
+    more = dear.duration("compute") - plain.duration("compute")
+    assert (more[0], more[row]) == (0, round(7000 * share * (plain["kv_tokens"][row] - 3)))
+
+
+@pytest.mark.parametrize(("prompt", "hot"), [(HOT_TOKENS - 1, 0), (HOT_TOKENS, 1)])
+def test_behind_a_large_prefill_steps_take_longer_for_a_while(prompt: int, hot: int) -> None:
+    """Each by its share of the price, times what is left of the time; none that is launched kernel by kernel."""
+    gpu = {"hot_decode": 0.5, "hot_padded": 2.0, "hot_ms": 20.0, "padded": {"tokens": [32], "tokens_us": [500.0]}}
+    sizes = {"max_num_batched_tokens": 2 * HOT_TOKENS, "max_model_len": 2 * HOT_TOKENS, "mixed_buckets": (32,)}
+    asked = wanted("hot", 1, [prompt, 20, 40], [30] * 3, [0.0, 1.5, 8.0], decode_buckets=(9,), **sizes)
+    steps = predict(asked, priced(gpu=gpu, host={"eager_launch": {"us": 100.0}})).steps
+    left = np.maximum(1 - (steps.start("compute") - steps.end("compute")[0]) / 20e6, 0.0)[1:]
+    decode, captured = (steps.kind == "decode")[1:], steps["mixed_bucket"][1:] > 0
+    assert np.count_nonzero(captured & (left > 0.3)) == np.count_nonzero(~decode & ~captured & (left > 0.3)) == 1
+    assert 3 < np.count_nonzero(decode & (left > 0)) < 30 < np.count_nonzero(decode)
+    price, share = np.where(decode, 1_800_000, 500_000), np.where(decode, 0.5, np.where(captured, 2.0, 0.0))
+    took = steps.duration("compute")[1:] - 20_000
+    assert took.tolist() == np.round(price * (1 + hot * share * left)).astype(int).tolist()
