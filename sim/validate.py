@@ -31,9 +31,11 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. `error` is predicted / measured - 1 in percent, or the difference in points or in counts.
+    """One figure. `predicted` is without jitter, where every step takes its mean. `error` is that over measured - 1 in
+    percent, or the difference in points or in counts.
 
-    low, high   what 5 and 95% of the predictions with jitter are below; None without such predictions
+    low, middle, high   what 5, 50 and 95% of the predictions with jitter are below; None without such predictions.
+                        Figures that live of slow steps (ITL p90) may be predicted below all three
     """
 
     figure: str
@@ -42,6 +44,7 @@ class Row:
     error: float
     unit: str
     low: float | None = None
+    middle: float | None = None
     high: float | None = None
 
 
@@ -167,8 +170,8 @@ def compare(measured: Run, predicted: Run, drawn: Sequence[Run] = ()) -> tuple[R
             continue
         error, unit = _error(name, value, guess[name])
         spread = [other[name] for other in others if name in other]
-        low, high = (float(q) for q in np.quantile(spread, (0.05, 0.95))) if spread else (None, None)
-        rows.append(Row(name, value, guess[name], error, unit, low, high))
+        drawn_at = np.quantile(spread, (0.05, 0.5, 0.95)).tolist() if spread else (None, None, None)
+        rows.append(Row(name, value, guess[name], error, unit, *drawn_at))
     return tuple(rows)
 
 

@@ -78,12 +78,16 @@ def test_a_real_run_is_validated(recorded: Path, capsys: pytest.CaptureFixture[s
     found = json.loads(capsys.readouterr().out)
     rows = {row["figure"]: row for row in found["rows"]}
     assert {"makespan_s", "output_throughput", "gpu_active", "idle.host", "preemptions", "ttft_ms.p99"} <= set(rows)
-    assert all(row["low"] <= row["high"] for row in rows.values())
+    assert all(row["low"] <= row["middle"] <= row["high"] for row in rows.values())
     assert {one["kind"] for one in found["coverage"]} >= {"decode"}
     assert (found["replayed"], found["decisions"]) == (None, rows["steps"]["measured"])
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
-    assert command(["validate", str(recorded / "async"), *options[:2]]) == 0
+    assert command(["validate", str(recorded / "async"), *options[:2], "--draws", "2"]) == 0
     shown = capsys.readouterr().out
+    assert "with jitter (90%)" in shown
+    line = next(line for line in shown.splitlines() if line.strip().startswith("steps"))
+    low, middle, high = (f"{rows['steps'][name]:,.0f}" for name in ("low", "middle", "high"))
+    assert f" {middle} ({low} to {high})" in line
     assert "time to first token, median" in shown
     assert "decisions, arrivals before the same plans: all" in shown
 

@@ -75,10 +75,10 @@ def print_validation(validation: Validation) -> None:
     from asyncsched.cli.tables import print_table
 
     rows = [
-        (label(row.figure), _value(row, row.measured), _value(row, row.predicted), error(row), _interval(row))
+        (label(row.figure), _value(row, row.measured), _value(row, row.predicted), error(row), _drawn(row))
         for row in validation.rows
     ]
-    columns = ("figure", "measured", "predicted", "error", "90% of predictions")
+    columns = ("figure", "measured", "predicted", "error", "with jitter (90%)")
     print_table(f"{validation.run}: measured and predicted", columns, rows, numbers=columns[1:])
     for one in validation.coverage:
         typer.echo(f"{one.kind} steps within their 90% interval: {one.share:.1%} of {one.count}")
@@ -98,18 +98,23 @@ def error(row: Row) -> str:
 
 
 def _value(row: Row, value: float) -> str:
+    known = FIGURES.get(row.figure)
+    unit = known.unit if known is not None and row.unit not in ("points", "count") else ""
+    return f"{_number(row, value)} {unit}".strip()
+
+
+def _number(row: Row, value: float) -> str:
     if row.unit == "points":
         return f"{value:.2%}"
-    if row.unit == "count":
-        return f"{value:,.0f}"
-    known = FIGURES.get(row.figure)
-    return f"{number(float(value))} {known.unit if known is not None else ''}".strip()
+    return f"{value:,.0f}" if row.unit == "count" else number(float(value))
 
 
-def _interval(row: Row) -> str:
-    if row.low is None or row.high is None:
+def _drawn(row: Row) -> str:
+    """The median of the predictions with jitter, and where nine in ten are."""
+    if row.low is None or row.middle is None or row.high is None:
         return "-"
-    return f"{_value(row, row.low)} to {_value(row, row.high)}"
+    middle, low, high = (_number(row, value) for value in (row.middle, row.low, row.high))
+    return f"{middle} ({low} to {high})"
 
 
 def _print_difference(how: str, difference: Difference | None, count: int) -> None:
