@@ -18,7 +18,7 @@ from asyncsched.errors import ConfigError
 from asyncsched.runs import UNKNOWN, IntArray, Run
 from sim.cold import COLD_KINDS, NOT_COLD, Cold, fit_cold
 from sim.compute_fit import FEW, ComputeSteps, Mask, fit_compute, workloads_of
-from sim.fitting import FloatArray, fit, quality, ratios
+from sim.fitting import FloatArray, fit, hats, quality, ratios
 from sim.host_speed import SPEED_KINDS, fit_probe, fit_speed, probe_us
 from sim.predict import longest_contexts, seats, since_prefills
 from sim.profile import (
@@ -409,16 +409,16 @@ def _gpu(samples: Samples) -> tuple[GpuProfile, dict[str, FitItem], dict[str, An
         large[:] = False
     gpu = GpuProfile(**found.values, gap_us=max(gap, 0.0))
     prefills = ~steps.decode & steps.free
-    decode_prices = len(gpu.decode_us) + len(gpu.kv_us)
-    tables = {  # of which steps, and how many prices were fitted to them
-        "decode": (steps.decode & ~large, decode_prices),
-        "decode_large": (large, decode_prices),
-        "eager": (prefills & ~steps.padded, len(gpu.eager.tokens_us) + 4),
-        "padded": (prefills & steps.padded, len(gpu.padded.tokens_us) + 4),
+    tables = {  # of which steps; their corners, and how many prices they have besides
+        "decode": (steps.decode & ~large, gpu.decode_seqs, len(gpu.kv_us)),
+        "decode_large": (large, gpu.decode_seqs, len(gpu.kv_us)),
+        "eager": (prefills & ~steps.padded, gpu.eager.tokens, 3),
+        "padded": (prefills & steps.padded, gpu.padded.tokens, 4),
     }
     jitter: dict[str, Any] = {"run": found.run}
-    for name, (rows, prices) in tables.items():
-        jitter[name] = ratios(steps.duration[rows], found.within[rows], prices)
+    for name, (rows, corners, more) in tables.items():
+        near = sum(bool(hat.any()) for hat in hats(steps.size[rows], corners))
+        jitter[name] = ratios(steps.duration[rows], found.within[rows], near + more)
     return gpu, items, jitter
 
 

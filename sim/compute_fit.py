@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from asyncsched.runs import IntArray
 from sim.fitting import FloatArray, corners_of, fit, hats, ramps, ratios
+from sim.profile import LARGE_SEQS
 
 FEW = 8  # steps of a run that say something about the run
 TOKEN_CORNERS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384)
@@ -235,6 +236,11 @@ def _fit_decodes(
         return [*hats(steps.size[rows], corners), share, *ramps(steps.kv_tokens[rows], kv_corners), *own]
 
     found = fit(terms(fitted), steps.duration[fitted] / factor[fitted], smooth=[range(len(corners))])
+    left = steps.duration[fitted] / factor[fitted] - found.predicted
+    for large in (False, True):  # sums are right for each of the tables that say what varies
+        inside, chosen = (steps.size[fitted] >= LARGE_SEQS) == large, (np.array(corners) >= LARGE_SEQS) == large
+        if inside.any() and chosen.any():
+            found.coefficients[: len(corners)][chosen] += left[inside].mean()
     bases, slopes = np.split(found.coefficients, [len(corners) + 1])
     bases, values["us_per_longest"] = bases[:-1], float(bases[-1])
     if starts:

@@ -10,9 +10,11 @@ import pytest
 from planted import ENGINE, PLANTED, happened, wanted, workloads
 
 from asyncsched.errors import ConfigError
+from asyncsched.plan import StepShape
 from asyncsched.runs import NO_STEPS, Run
 from sim.calibrate import calibrate
 from sim.fitting import corners_of, fit, hats, ratios
+from sim.measured import MeasuredCosts
 from sim.profile import HOT_TOKENS, LARGE_SEQS, QUANTILES, Profile, to_toml
 from sim.scenario import override_values
 from sim.validate import Validation, coverage, judge
@@ -252,6 +254,28 @@ def test_large_decode_steps_vary_by_a_table_of_their_own() -> None:
     assert missed < 0.6
     few = calibrate([happened(run, truth, seed=1) for run in closed[:4]])
     assert few.jitter.decode_large == ()
+
+
+def test_slow_times_of_large_batches_are_not_paid_for_by_small_ones() -> None:
+    """A twelfth of large steps takes a quarter longer, and a robust fit does not follow: the sum over large steps is
+    right all the same, and that over small ones."""
+    table = np.array([0.96] * 7 + [1.0, 1.25, 1.3, 1.3])
+    slow = tuple((table / np.trapezoid(table, QUANTILES)).tolist())
+    truth = TRUTH.model_copy(
+        update={"jitter": TRUTH.jitter.model_copy(update={"decode_large": slow, "decode": (1.0,) * 11})}
+    )
+    settings: dict[str, Any] = {"max_num_seqs": 96, "decode_buckets": (8, 32, LARGE_SEQS, 96)}
+    asked = [(size, prompt) for size in (8, 32, LARGE_SEQS, 96) for prompt in (60, 200)]
+    closed = [wanted(f"closed-{size}-{prompt}", 2, [prompt] * size, [90] * size, **settings) for size, prompt in asked]
+    runs = [happened(run, truth, seed=10 * seed + number) for seed in (1, 2) for number, run in enumerate(closed)]
+    fitted = calibrate(runs)
+    for size in (8, 32, LARGE_SEQS, 96):
+        shape = StepShape(size, size, 0, size, size, 150 * size, 150 * size, size)
+        found, expected = (
+            MeasuredCosts(one, depth=2, seats=96, seed=None).forward_ns(shape, 150, 0, False, math.inf)
+            for one in (fitted, truth)
+        )
+        assert found == pytest.approx(expected, rel=0.015 if size >= LARGE_SEQS else 0.006), size
 
 
 def test_jitter_keeps_its_mean_and_its_spread() -> None:
