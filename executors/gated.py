@@ -84,7 +84,7 @@ def fuse(graph: fx.GraphModule) -> None:
             product = _halved(joined.args[0], up) if activation else None
             if product is None:
                 continue
-            with graph.graph.inserting_before(node):
+            with graph.graph.inserting_before(product):  # its operands may be changed in place behind it
                 fused = graph.graph.call_function(torch.ops.asyncsched.gated, (*product.args[:2], activation))
             fused.meta.update(node.meta)
             node.replace_all_uses_with(fused)
@@ -123,6 +123,6 @@ def _halved(gate: object, up: object) -> fx.Node | None:
     if any(len(each.users) != count for each, count in ((gate, 1), (up, 1), (parts, 2), (product, 1))):
         return None
     columns = product.args[1].meta["example_value"].shape[0]
-    halves = ((columns // 2, columns // 2), 2)  # as `split` and as `chunk` have it
+    halves = {"split": (columns // 2, columns // 2), "chunk": 2}.get(parts.target)
     dim = parts.kwargs.get("dim", *parts.args[2:])
-    return product if parts.target in ("split", "chunk") and parts.args[1] in halves and dim == -1 else None
+    return product if columns % 2 == 0 and parts.args[1:2] == (halves,) and dim == -1 else None

@@ -88,6 +88,14 @@ def twice(x: Tensor, weight: Tensor) -> Tensor:
     return usual(x, weight) + chunked(x, weight)
 
 
+def operands_change_behind_it(x: Tensor, weight: Tensor) -> Tensor:
+    x, weight = x.clone(), weight.clone()
+    gate, up = product(x, weight).chunk(2, dim=-1)
+    x.add_(1)
+    weight.zero_()
+    return functional.silu(gate) * up + x.sum()
+
+
 def exact_gelu(x: Tensor, weight: Tensor) -> Tensor:
     gate, up = product(x, weight).chunk(2, dim=-1)
     return functional.gelu(gate) * up
@@ -101,6 +109,26 @@ def swapped(x: Tensor, weight: Tensor) -> Tensor:
 def uneven(x: Tensor, weight: Tensor) -> Tensor:
     gate, up, rest = product(x, weight).split((5, 5, 2), -1)
     return functional.silu(gate) * up + rest.sum()
+
+
+def many_parts(x: Tensor, weight: Tensor) -> Tensor:
+    parts = product(x, weight).split(2, -1)
+    return functional.silu(parts[0]) * parts[1]
+
+
+def chunked_by_name(x: Tensor, weight: Tensor) -> Tensor:
+    gate, up = product(x, weight).chunk(chunks=2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def split_by_name(x: Tensor, weight: Tensor) -> Tensor:
+    gate, up = product(x, weight).split(split_size=WIDTH, dim=-1)
+    return functional.silu(gate) * up
+
+
+def broadcast(x: Tensor, weight: Tensor) -> Tensor:
+    gate, up = product(x, weight[:3]).chunk(2, dim=-1)
+    return functional.silu(gate) * up
 
 
 def by_rows(x: Tensor, weight: Tensor) -> Tensor:
@@ -166,11 +194,15 @@ def scaled(x: Tensor, weight: Tensor) -> Tensor:
     return functional.silu(gate) * 2 + up
 
 
-FUSED = {usual: 1, chunked: 1, twice: 2}
+FUSED = {usual: 1, chunked: 1, twice: 2, operands_change_behind_it: 1}
 LEFT = (
     exact_gelu,
     swapped,
     uneven,
+    many_parts,
+    chunked_by_name,
+    split_by_name,
+    broadcast,
     by_rows,
     with_bias,
     gate_has_other_use,
