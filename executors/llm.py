@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from asyncsched.errors import AsyncschedError, ConfigError
+from asyncsched.inputs import Buckets
 from asyncsched.pipeline import Abort
 from asyncsched.plan import StepPlan
 from asyncsched.program import Lane
@@ -333,17 +334,26 @@ class LLM:
         say("capturing the first CUDA graph")
         try:
             refusal = self._compute.capture(stream, slots[:1], shapes[:1], Features.NONE)
-            needs = (self._sampling_rows.needs(params.with_eos(eos_token_ids(self.model))) for params in warm_up)
-            for features in sorted(set(map(variant, needs))):
+            for features, needed in self._needs(warm_up):
                 if not refusal:
-                    say(f"capturing {len(slots) * len(shapes)} CUDA graphs")
-                    refusal = self._compute.capture(stream, slots, shapes, features)
+                    say(f"capturing {len(slots) * len(needed)} CUDA graphs")
+                    refusal = self._compute.capture(stream, slots, needed, features)
         except BaseException:
             with suppress(RuntimeError):  # what is enqueued touches memory that is about to be given back
                 lanes.drain()
             raise
         torch.cuda.synchronize(lanes.device)
         return refusal
+
+    def _needs(self, warm_up: Sequence[SamplingParams]) -> list[tuple[int, list[Buckets]]]:
+        """Sampling features, and the shapes of the steps that have them, of requests with such parameters."""
+        shapes, eos = self._compute.shapes, eos_token_ids(self.model)
+        asked = {variant(used) for params in warm_up for used in self._sampling_rows.needs(params.with_eos(eos))}
+        needs = [(features, shapes) for features in sorted(asked)]
+        fullest = (0, self.config.max_num_batched_tokens)  # what is not the end of a prompt fills its step: no samples
+        if asked and Features.NONE not in asked and fullest in shapes:
+            needs.insert(0, (Features.NONE, [fullest]))
+        return needs
 
     def _executor(self, kv: Any, lanes: Lanes) -> Executor:
         config, rows, device, frontend = self.config, self.scheduler.rows, self.model.device, self.frontend

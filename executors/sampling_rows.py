@@ -69,10 +69,10 @@ class SamplingRows:
         if edits > MAX_EDITS:
             raise ConfigError("logit_bias", edits, f"use up to {MAX_EDITS} biased tokens and stop ids in all")
 
-    def needs(self, params: SamplingParams) -> int:
-        """The features of steps with such a request, in all of its steps together."""
+    def needs(self, params: SamplingParams) -> tuple[int, ...]:
+        """The features of steps that sample for such a request; first those of its first steps, if they differ."""
         features = _used(params, self.vocab_size)
-        return features | Features.EDITS if self._suppressed(params) else features
+        return (features | Features.EDITS, features) if self._suppressed(params) else (features,)
 
     def seat(
         self, row: int, number: int, params: SamplingParams, prompt_tokens: TokenArray, output_tokens: TokenArray

@@ -13,10 +13,13 @@ import torch
 from test_llm import GREEDY, PROMPTS, tiny_llm, tokens_of
 
 from asyncsched.inputs import Buckets
+from asyncsched.plan import StepPlan
 from asyncsched.program import Lane
 from asyncsched.request import SamplingParams
-from executors.compute import variant
+from executors.compute import ComputeLane, variant
+from executors.cpu import CpuLanes
 from executors.llm import LLM
+from executors.plain_attention import PlainAttention
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, error: Exception, depth: int) -> tuple[LLM, list[Buckets]]:
@@ -76,12 +79,56 @@ def test_a_warm_up_runs_each_shape_once_and_captures_it_in_every_slot(
 
     monkeypatch.setattr(compute, "_run_padded", run_padded)
     monkeypatch.setattr(compute, "_capture", capture)
-    features = variant(llm._sampling_rows.needs(params))
+    features = variant(*llm._sampling_rows.needs(params))
     stream = llm.engine.executor.lanes.stream(Lane.COMPUTE)
     for _ in range(2):  # there is nothing left for the second time
         assert compute.capture(stream, slots, compute.shapes, features) == ""
         assert ran == [((size, 0), features) for size in (1, 2, 5)]
         assert captured == [(slot, (size, 0), features) for size in (1, 2, 5) for slot in (0, 1)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"top_p": 0.5},
+        {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": (1,)},
+        {"min_tokens": 3, "stop_token_ids": (1,)},
+        {"presence_penalty": 0.5, "logprobs": 1},
+    ],
+)
+def test_requests_like_those_it_was_told_of_have_no_step_that_was_not_captured(
+    params: dict[str, Any], depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor have those whose prompts take several steps, of which all but the last sample nothing."""
+    monkeypatch.setattr(CpuLanes, "graphs", True)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(PlainAttention, "captures_mixed", True)
+    captured: set[tuple[int, Buckets, int]] = set()
+    ran: set[tuple[int, Buckets, int]] = set()
+
+    def capture(_: object, __: object, slots: list[Any], shapes: list[Buckets], features: int) -> str:
+        captured.update((slot.index, shape, features) for slot in slots for shape in shapes)
+        return ""
+
+    monkeypatch.setattr(ComputeLane, "capture", capture)
+    asked = SamplingParams(max_tokens=6, **params)
+    sizes = {"max_num_batched_tokens": 8, "mixed_buckets": (4, 8), "decode_buckets": (1, 2, 4), "max_num_seqs": 4}
+    llm = tiny_llm(depth=depth, warm_up=[asked], num_blocks=50, **sizes)
+    compute, forward = llm._compute, llm._compute.forward
+    compute._use_graphs = False
+
+    def run(stream: Any, slot: Any, plan: StepPlan) -> None:
+        if plan.num_tokens:
+            ran.add((slot.index, (plan.bucket, plan.mixed_bucket), variant(slot.features)))
+        forward(stream, slot, plan)
+
+    monkeypatch.setattr(compute, "forward", run)
+    llm.generate([list(range(1, 30)), *PROMPTS[:3]], asked)
+    assert {buckets[1] > 0 for _, buckets, _ in ran} == {False, True}
+    assert ran <= captured
 
 
 class BrokenOff:
