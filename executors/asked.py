@@ -61,10 +61,15 @@ def check_device(name: str) -> None:
 
 def check_path(name: str) -> None:
     """Raises ModelLoadError for a model's name that is a path, and of nothing that could be one."""
-    path = Path(name).expanduser()
-    if _looks_like_a_path(name) and not path.exists():
+    try:
+        path = Path(name).expanduser()
+        is_there, is_file = path.exists(), path.is_file()
+    except (OSError, RuntimeError) as error:  # a folder that may not be read, a name too long, ~somebody who is nobody
+        reason = getattr(error, "strerror", None) or error
+        raise ModelLoadError(f"{name}: it cannot be looked up ({reason})") from None
+    if _looks_like_a_path(name) and not is_there:
         raise ModelLoadError(f"{name}: there is no such model folder")
-    if path.is_file() and path.suffix != ".gguf":
+    if is_file and path.suffix != ".gguf":
         raise ModelLoadError(f"{name}: it is a file; name the folder that it is in, or a .gguf file")
 
 

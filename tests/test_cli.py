@@ -167,6 +167,7 @@ MORE_BAD_INPUT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--trace: 'kept.json'", "it is the file of the scenario too"),
     ),
     "plot into a folder": ((*SMALL, "--plot", "folder.png"), ("--plot: 'folder.png'", "directory")),
+    "links in a circle": ((*SMALL, "--trace", "circle.json"), ("--trace: 'circle.json'", "cannot be written")),
     "output that is no file": ((*SMALL, "--trace", "pipe.json"), ("--trace: 'pipe.json'", "cannot be replaced")),
     "steps alone": ((*SMALL, "--steps", "1:2"), ("--steps: '1:2'", "--trace")),
     "steps backwards": ((*SMALL, "--steps", "5:4", "--trace", "t.json"), ("--steps: '5:4'", "FIRST:LAST")),
@@ -252,6 +253,7 @@ def test_bad_input_is_one_line_and_status_2(case: str, folder: Path) -> None:
 def test_more_bad_input_is_one_line_and_status_2(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "folder.png").mkdir()
     os.mkfifo(folder / "pipe.json")  # no real device: were the check lost, this test would replace it
+    (folder / "circle.json").symlink_to("circle.json")
     (folder / "kept.json").write_text("{}")
     arguments, said = MORE_BAD_INPUT[case]
     before = sorted(folder.iterdir())

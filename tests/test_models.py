@@ -349,6 +349,14 @@ def test_a_missing_model_is_one_line(name: str) -> None:
     assert str(error.value) == f"{name}: there is no such model folder"
 
 
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/model", "./" + "a" * 300])
+def test_a_name_that_is_no_path_is_one_line(name: str) -> None:
+    with pytest.raises(ModelLoadError) as error:
+        Model.load(name, device="cpu")
+    assert str(error.value).startswith(f"{name}: it cannot be looked up (")
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [

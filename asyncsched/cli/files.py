@@ -27,17 +27,17 @@ def check_output(option: str, path: Path | None, suffixes: tuple[str, ...]) -> N
         temporary = _temporary(path)
         temporary.touch(exist_ok=False)
         temporary.unlink()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise _unwritable(option, path, error) from None
 
 
 def check_distinct(files: Mapping[str, Path | None]) -> None:
     """Raises ConfigError where two are one file: what is written later would replace it. By option, inputs first."""
-    named: dict[Path, str] = {}
+    named: dict[str, str] = {}
     for option, path in files.items():
         if path is None:
             continue
-        other = named.setdefault(path.resolve(), option)
+        other = named.setdefault(os.path.realpath(path), option)
         if other != option:
             raise ConfigError(option, str(path), f"it is the file of {other} too; name another file")
 
@@ -60,5 +60,6 @@ def _temporary(path: Path) -> Path:
     return path.resolve().with_name(f".asyncsched-{os.getpid()}.tmp")
 
 
-def _unwritable(option: str, path: Path, error: OSError) -> ConfigError:
-    return ConfigError(option, str(path), f"it cannot be written ({error.strerror}); name a file elsewhere")
+def _unwritable(option: str, path: Path, error: OSError | RuntimeError) -> ConfigError:
+    reason = getattr(error, "strerror", None) or error
+    return ConfigError(option, str(path), f"it cannot be written ({reason}); name a file elsewhere")
