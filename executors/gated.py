@@ -29,6 +29,7 @@ TILINGS = (  # up to so many rows, the first that gives the device enough to do
     (128, (Tiling(columns=64, depth=64, splits=1, warps=4, stages=3),)),
 )
 LEAST_WAVES = 0.8  # programs over multiprocessors that are enough
+LOADED = (1, 8, 16, 32, 64, 128, 129)  # rows that all kernels of a layer run for, as they are compiled per power of two
 
 
 def tiling_of(rows: int, width: int, depth: int, multiprocessors: int) -> Tiling | None:
@@ -50,6 +51,7 @@ def _gated(x: Tensor, weight: Tensor, activation: str) -> Tensor:
         return ACTIVATIONS[activation](gate) * up
     from executors import triton_gated  # needs Triton
 
+    _load_kernels(weight, activation)
     columns, depth = weight.shape
     flat = x.reshape(rows, depth).contiguous()
     if rows == 1:
@@ -61,10 +63,20 @@ def _gated(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     return output.view(*x.shape[:-1], columns // 2)
 
 
+def _load_kernels(weight: Tensor, activation: str) -> None:
+    """Before the first such layer runs, which it does while a model is compiled, and not when a step has more rows."""
+    key = (weight.shape, weight.dtype, weight.device, activation)
+    if key not in _loaded:
+        _loaded.add(key)
+        for rows in LOADED:
+            _gated(weight.new_zeros(rows, weight.shape[1]), weight, activation)
+
+
 def _gated_fake(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
 
 
+_loaded: set[tuple[torch.Size, torch.dtype, torch.device, str]] = set()
 _LIBRARY = torch.library.Library("asyncsched", "FRAGMENT")
 _LIBRARY.define("gated(Tensor x, Tensor weight, str activation) -> Tensor")
 _LIBRARY.impl("gated", _gated, "CompositeExplicitAutograd")

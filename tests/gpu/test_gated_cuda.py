@@ -19,7 +19,8 @@ if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton", reason="triton is not installed")
 
-from executors.triton_gated import gated_row, gated_rows, joined  # noqa: E402  # needs triton
+from executors import triton_gated  # noqa: E402  # needs triton
+from executors.triton_gated import gated_row, gated_rows, joined  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -85,6 +86,18 @@ def test_the_operation_for_any_number_of_rows(rows: int) -> None:
         strided = torch.stack([x, x], dim=-1)[..., 0]
         check(torch.ops.asyncsched.gated(strided, weight, "silu"), x, weight, "silu")
         check(torch.ops.asyncsched.gated(x, weight.t().contiguous().t(), "gelu_tanh"), x, weight, "gelu_tanh")
+
+
+@needs_cuda
+def test_a_layers_kernels_are_loaded_when_it_first_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    for name in ("gated_row", "gated_rows", "joined"):
+        run = getattr(triton_gated, name)
+        monkeypatch.setattr(triton_gated, name, lambda x, *more, run=run: rows.append(len(x)) or run(x, *more))
+    x, weight = operands(40, 8320, 128, torch.bfloat16)  # a shape that no other test has
+    for _ in range(2):
+        torch.ops.asyncsched.gated(x, weight, "silu")
+    assert rows == [*gated.LOADED, 40, 40]
 
 
 @needs_cuda
