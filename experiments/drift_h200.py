@@ -21,7 +21,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
-from h200_workloads import ENGINE, MODES, ON_TIGHT, SPECS, TIGHT, Spec
+from h200_workloads import EARLIER, ENGINE, MODES, ON_TIGHT, TIGHT, Spec
 from numpy.typing import NDArray
 from one_line import errors_in_one_line
 from validate_h200 import DELAY_LIMITS, LIMITS, around_table, publish
@@ -123,7 +123,7 @@ def _asked(group: str, profile: Profile) -> Iterator[tuple[str, Run]]:
     engine = {**profile.engine, **(TIGHT if group in ON_TIGHT else ENGINE)}
     engine["num_host_blocks"] = engine["num_blocks"]
     engine["decode_buckets"] = tuple(one for one in engine["decode_buckets"] if one <= engine["max_num_seqs"])
-    for number, spec in enumerate(SPECS[group]):
+    for number, spec in enumerate(EARLIER[group]):
         for delay in spec.delays_us:
             for mode, depth in MODES.items():
                 name = spec.run_name(mode, delay)

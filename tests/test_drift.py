@@ -27,9 +27,9 @@ def drift(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def few(drift: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A few short workloads of each group."""
-    for group, specs in drift.SPECS.items():
+    for group, specs in drift.EARLIER.items():
         some = specs[1:4] if group == "fit" else [specs[0]._replace(delays_us=specs[0].delays_us[:2])]
-        monkeypatch.setitem(drift.SPECS, group, tuple(some))
+        monkeypatch.setitem(drift.EARLIER, group, tuple(some))
     return drift
 
 
@@ -110,7 +110,7 @@ def test_the_campaign_is_of_these_workloads(drift: ModuleType) -> None:
     simulator makes of them."""
     profile = load_profile(str(FIRST))
     rows: dict[str, Any] = {row["run"]: row for row in csv.DictReader(CAMPAIGN.read_text().splitlines())}
-    asked = {name: (group, run) for group in drift.SPECS for name, run in drift._asked(group, profile)}
+    asked = {name: (group, run) for group in drift.EARLIER for name, run in drift._asked(group, profile)}
     assert set(asked) == set(rows)
     assert len(rows) == 90
     for name, (group, run) in asked.items():
