@@ -95,9 +95,7 @@ def test_the_published_table_is_of_these_runs() -> None:
     """All of them, and the misses are counted as they are."""
     root = Path(__file__).parent.parent
     report = json.loads((root / "experiments" / "results" / f"validate-{NAME}.json").read_text())
-    assert len(report["decisions"]) == sum(
-        len(load_runs([f"{NAME}-{group}"])) for group in ("heldout", "delay")
-    )
+    assert len(report["decisions"]) == sum(len(load_runs([f"{NAME}-{group}"])) for group in ("heldout", "delay"))
     limited = [row for row in report["rows"] if row["limit"] is not None]
     assert report["met"] == sum(abs(row["error"]) <= row["limit"] for row in limited)
     assert f"{report['met']} of {len(limited)} figures met" in (root / "docs" / "fidelity.md").read_text()
