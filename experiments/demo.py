@@ -7,6 +7,7 @@ out/demo-generation.png, the lanes of the real runs beside those of the simulate
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping
@@ -65,6 +66,7 @@ def side_by_side(timelines: Mapping[str, Timeline]) -> dict[str, object]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PICTURE.parent.mkdir(exist_ok=True)
     check(PICTURE, TRACE, REAL_PICTURE)
     print("Simulating the published run (8,192 steps) and a real trace (500 requests) ...", file=sys.stderr)

@@ -80,15 +80,20 @@ def test_a_host_that_was_slow_is_seen_to_be(profile: Profile) -> None:
 def test_commands_find_them_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     run = f"{NAME}-heldout::closed-68-async"
     assert command(["validate", run, "--profile", NAME, "--draws", "2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["run"] == "closed-68-async"
+    judged = json.loads(capsys.readouterr().out)
+    assert judged["run"] == "closed-68-async"
     assert command(["whatif", run, "--profile", NAME, "--set", "host.scale=2", "--set", "depth=1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["predicted"]["makespan_s"] == judged["rows"][0]["predicted"]  # for a host as quick as the probe says
     assert found["what if"]["makespan_s"] > 1.05 * found["predicted"]["makespan_s"]
     assert command(["whatif", run, "--profile", NAME, "--set", "max_num_seqs=24", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert 1.5 < found["what if"]["makespan_s"] / found["predicted"]["makespan_s"] < 3
     assert command(["validate", f"{NAME}-heldout::none", "--profile", NAME]) == 2
     assert "with one of closed-36-long-async" in capsys.readouterr().err
+    for nowhere in (f"{NAME}-nowhere::closed-1-sync", f"{NAME}-nowhere"):
+        assert command(["validate", nowhere, "--profile", NAME]) == 2
+        assert f"use the folder of a run, an archive that ends in .tar.xz, or {NAME}-delay," in capsys.readouterr().err
 
 
 def test_the_published_table_is_of_these_runs() -> None:

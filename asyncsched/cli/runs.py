@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,7 +33,7 @@ def is_run(name: str) -> bool:
 
 def load_run(name: str) -> Run:
     """Raises ConfigError."""
-    return read_run(_packaged_run(name))
+    return read_run(_found_run(name))
 
 
 def load_runs(names: list[str]) -> list[Run]:
@@ -40,7 +41,7 @@ def load_runs(names: list[str]) -> list[Run]:
     for place, name in enumerate(names):
         if name in names[:place]:
             raise ConfigError("RUN", name, "it is named twice; a run counts once")
-    return [run for name in names for run in read_runs(_packaged_run(name))]
+    return [run for name in names for run in read_runs(_found_run(name))]
 
 
 def load_profile_data(name: str) -> dict[str, Any]:
@@ -71,6 +72,16 @@ def check_subject(profile: Profile, run: Run) -> list[str]:
     if said:
         print("warning:", said, file=sys.stderr)
     return [said] if said else []
+
+
+def _found_run(name: str) -> str:
+    """Where it is. Raises ConfigError where nothing has that name."""
+    found, archive = _packaged_run(name), name.partition(IN_ARCHIVE)[0]
+    if found == name and not os.path.lexists(archive):
+        there = ", ".join(sorted(path.name.removesuffix(ARCHIVE) for path in _folder().glob(f"*{ARCHIVE}")))
+        allowed = f"there is no such file; use the folder of a run, an archive that ends in {ARCHIVE}, or {there}"
+        raise ConfigError("run", name, allowed)
+    return found
 
 
 def _packaged_run(name: str) -> str:

@@ -42,14 +42,15 @@ def whatif(
     of_engine, of_profile = sort_changes(changes)
     recorded = load_run(run)
     from sim.calibrate import calibrate
+    from sim.host_speed import probed
     from sim.predict import predict
     from sim.profile import Profile
     from sim.scenario import override_values
     from sim.validate import figures
 
     data = load_profile_data(profile) if profile is not None else calibrate([recorded]).to_dict()
-    as_it_was = Profile.from_dict(data)
-    changed = Profile.from_dict(override_values(data, of_profile))
+    as_it_was = probed(Profile.from_dict(data), recorded)  # its host, as in `validate` and `advise`
+    changed = probed(Profile.from_dict(override_values(data, of_profile)), recorded)
     notes = check_subject(as_it_was, recorded)
     other = predict(recorded, changed, **of_engine)
     notes += _check_rejections(other, changes)
