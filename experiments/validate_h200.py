@@ -3,9 +3,9 @@
     python experiments/validate_h200.py [--shape llama-8b] [--runs DIR] [--profile-out FILE.toml] [--plot FILE.png]
         [--json-out FILE.json] [--docs FILE.md] [--draws 50]
 
-Runs come from `experiments/record_h200.py`; those of the H200 come along with the package. Only the group `fit` is
-learnt from: nothing of the groups `heldout`, `delay` and `tight` is known to the profile that predicts them. Needs no
-GPU. Every row is printed, whether the figure asked for is met or not.
+Runs come from `experiments/record_h200.py`; those of the H200 come along with the package. Only the groups
+`fit` and `fit-tight` are learnt from: nothing of `heldout`, `delay` and `tight` is known to the profile that predicts
+them. Needs no GPU. Every row is printed, whether the figure asked for is met or not.
 
 A host works at one speed now and at another then, which nobody can foresee. What is judged is the prediction for a host
 as quick as the probe beside the run says, where one was read: a fixed piece of work, which knows nothing of the run.

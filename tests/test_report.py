@@ -203,7 +203,7 @@ HALF = '{"makespan_s": 1'
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [
-        ("empty.json", "", "its lines are not those of a sweep's result file"),
+        ("empty.json", "", "it is empty"),
         ("half.json", HALF, "it is no JSON"),
         ("list.json", "[]", "it is no JSON object"),
         ("other.json", "{}", "it is none of: the --json of simulate"),

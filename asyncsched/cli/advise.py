@@ -210,7 +210,8 @@ def _threshold(advice: Advice, threshold: Threshold) -> str:
 
 
 def _scale(advice: Advice, scale: float) -> str:
-    return f"{scale:.2g} times yours ({number(scale * advice.host_us_per_step)} us/step)"
+    times = f"{scale:.2g}" if scale < 99.5 else f"{scale:,.0f}"
+    return f"{times} times yours ({number(scale * advice.host_us_per_step)} us/step)"
 
 
 def _name(depth: int) -> str:

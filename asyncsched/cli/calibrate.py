@@ -42,4 +42,5 @@ def _print_fit(profile: Profile, out: Path) -> None:
         for name, item in profile.fit.items()
     ]
     columns = ("price", "samples", "rms error (%)", "middle 90% (%)")
-    print_table(f"{out}: fitted to {len(profile.runs)} runs", columns, rows, numbers=columns[1:])
+    runs = f"{len(profile.runs)} run" + "s" * (len(profile.runs) != 1)
+    print_table(f"{out}: fitted to {runs}", columns, rows, numbers=columns[1:])

@@ -52,6 +52,8 @@ def read_result(path: Path) -> Result:
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
     """One JSON object; the lines of a sweep's result file become one."""
+    if not text.strip():
+        raise _refusal(path, "it is empty")
     try:
         data = json.loads(text)
     except ValueError as error:
@@ -60,7 +62,7 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
             objects = [json.loads(line) for line in lines]
         except ValueError:
             raise _refusal(path, f"it is no JSON ({error})") from None
-        if not objects or not all(isinstance(item, dict) for item in objects) or "asyncsched" not in objects[0]:
+        if not all(isinstance(item, dict) for item in objects) or "asyncsched" not in objects[0]:
             raise _refusal(path, "its lines are not those of a sweep's result file") from None
         return _sweep(objects[1:])
     if not isinstance(data, dict):
