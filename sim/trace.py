@@ -46,7 +46,9 @@ ALL = Slice()
 
 
 def path_of(trace: str) -> Path:
-    """The file of a packaged trace, or the one named."""
+    """The file of a packaged trace, or the one named. Raises ConfigError for what no file can be called."""
+    if "\0" in trace:
+        raise ConfigError(FIELD, trace, "no file has a null byte in its name")
     return FOLDER / PACKAGED[trace] if trace in PACKAGED else Path(trace)
 
 

@@ -505,6 +505,23 @@ def test_a_value_that_no_point_can_have_is_status_2(bad: str, folder: Path, caps
     assert sorted(folder.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--set", "workload.trace=t.csv", "--vary", "depth=1,2"),
+        ("--vary", "workload.trace=azure-conv-500,./t.csv"),
+    ],
+)
+def test_a_sweeps_rows_are_not_written_over_its_trace(
+    options: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "arrival,input,output\n0,8,4\n1,8,4\n"
+    (folder / "t.csv").write_text(text)
+    assert in_process("sweep", "--preset", "h200-llama-8b", *options, "--out", "t.csv") == 2
+    assert "--out: 't.csv' is not allowed; it is the file of workload.trace too" in capsys.readouterr().err
+    assert (folder / "t.csv").read_text() == text
+
+
 def test_a_sweep_in_which_nothing_can_run_is_bad_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         in_process("sweep", "small.toml", "--vary", "engine.num_blocks=1", "--set", "workload.prompt.min_tokens=30")

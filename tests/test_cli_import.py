@@ -82,6 +82,17 @@ def test_a_result_of_vllms_benchmark_becomes_a_scenario(tmp_path: Path, capsys: 
     assert again["makespan_s"] == pytest.approx(int(log.last_ns.max()) / 1e9, rel=0.02)
 
 
+def test_the_requests_are_not_written_over_the_log(tmp_path: Path, capsys: Captured) -> None:
+    log = tmp_path / "serve.json"
+    log.write_text(json.dumps(serve_result()))
+    (tmp_path / "mine.requests.csv").symlink_to(log)
+    before = log.read_bytes()
+    assert status_of(log, *SERVED, "-o", tmp_path / "mine.toml") == 2
+    assert "it is the file of the log too" in capsys.readouterr().err
+    assert log.read_bytes() == before
+    assert not (tmp_path / "mine.toml").exists()
+
+
 def test_a_setting_that_is_given_counts(tmp_path: Path) -> None:
     assert status_of(SLICE, "--set", "engine.num_blocks=3000", "--set", "depth=1", "-o", tmp_path / "a.toml") == 0
     scenario = load_scenario(tmp_path / "a.toml")

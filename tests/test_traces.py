@@ -17,7 +17,7 @@ from sim.prompts import ideal_reuse, prompt_of
 from sim.run import simulate
 from sim.scenario import Scenario, load_preset, override_values, read_preset
 from sim.spec import validate
-from sim.trace import PACKAGED
+from sim.trace import PACKAGED, read_trace
 from sim.trace_formats import FORMATS, PREFIX_BLOCK
 from sim.workload import Arrival, TraceWorkload, Workload, build_workload
 
@@ -321,3 +321,8 @@ def test_packaged_traces_load() -> None:
         "azure-conv-500": 500,
         "mooncake-conv-300": 300,
     }
+
+
+def test_a_name_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no file has a null byte"):
+        read_trace("a\0b")

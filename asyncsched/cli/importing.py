@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from asyncsched.cli.figures import FIGURES, write
-from asyncsched.cli.files import check_output, write_output
+from asyncsched.cli.files import check_distinct, check_output, write_output
 from asyncsched.cli.inputs import AsJson, print_json
 from asyncsched.cli.progress import progress_bar
 from asyncsched.errors import MISSING, ConfigError
@@ -61,6 +61,8 @@ def import_log(
     check_output("--out", out, (".toml",))
     trace = out.with_suffix(REQUESTS)
     check_output("--out", trace, (".csv",))
+    read = {"the log": log, "its meta.json": log / "meta.json", "its requests.jsonl": log / "requests.jsonl"}
+    check_distinct({**read, "--out": out, f"--out, {REQUESTS}": trace})
     from sim.importers import import_run
     from sim.learned import learn, scenario_of, trace_of
     from sim.profile import toml_text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,6 +60,14 @@ def scenario_data(
         raise ConfigError("scenario", MISSING, "name a scenario file or a --preset; `asyncsched presets` lists them")
     more = ["workload.strict=true"] if strict else []
     return apply_overrides(data, [*(overrides or ()), *more, *_levels(goodput or ())])
+
+
+def trace_file(workload: object) -> Path | None:
+    """The file that a scenario's workload is read from, as far as it names one; unchecked."""
+    from sim.trace import path_of
+
+    trace = workload.get("trace") if isinstance(workload, Mapping) else None
+    return path_of(trace) if isinstance(trace, str) else None
 
 
 def _of_result(path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from asyncsched.cli.inputs import (
     print_json,
     scenario_data,
     scenario_name,
+    trace_file,
 )
 from asyncsched.cli.progress import progress_bar
 from asyncsched.cli.runs import ProfileName, load_profile_data
@@ -123,6 +124,7 @@ def simulate(
     said = ""
     if profile is not None:
         data, said = _at_prices_of(profile, data, overrides or [])
+    check_distinct({"workload.trace": trace_file(data.get("workload")), "--trace": trace, "--plot": plot})
     checked = Scenario.from_dict(data)
     several = checked.replicas.count > 1
     if several and (trace is not None or steps is not None):

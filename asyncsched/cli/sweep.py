@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from asyncsched.cli.figures import FIGURES, write
-from asyncsched.cli.files import PICTURES, check_output, write_output
+from asyncsched.cli.files import PICTURES, check_distinct, check_output, write_output
 from asyncsched.cli.inputs import (
     AllRejectedError,
     AsJson,
@@ -32,6 +32,7 @@ from asyncsched.cli.inputs import (
     print_json,
     scenario_data,
     scenario_name,
+    trace_file,
 )
 from asyncsched.cli.progress import progress_bar
 from asyncsched.errors import MISSING, AsyncschedError, ConfigError
@@ -98,6 +99,9 @@ def sweep(
         _check_drawable(plot, varied, sample)
     _check_fixed(overrides or [], varied)
     base = scenario_data(scenario, preset, overrides, strict=strict, goodput=goodput)
+    for workload in (base.get("workload"), *({"trace": one} for one in varied.get("workload.trace", ()))):
+        inputs = {"the scenario": scenario, "workload.trace": trace_file(workload)}
+        check_distinct({**inputs, "--results": results, "--out": out, "--plot": plot})
     build_points(base, points)  # refuses what is wrong with them before anything is written
     columns = tuple(dict.fromkeys((*COLUMNS, metric, *REJECTION_COLUMNS)))
     with (
