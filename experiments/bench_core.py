@@ -61,7 +61,7 @@ def decode_step_us(batch: int, steps: int, *, enable_prefix_caching: bool = Fals
 
 
 def main(
-    batch: Annotated[list[int] | None, typer.Option(help="Batch sizes; default 32 and 256.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, max=4096, help="Batch sizes; default 32 and 256.")] = None,
     steps: Annotated[int, typer.Option(min=100)] = 4000,
     prefix_caching: Annotated[bool, typer.Option(help="Also hash and register the blocks that fill up.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,

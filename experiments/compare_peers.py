@@ -38,10 +38,12 @@ import sections
 import torch
 import transformers
 import typer
+from one_line import errors_in_one_line
 from peers import Load
 from sections import Row, Setup
 
 from executors.named_configs import named_config
+from executors.settings import device_of
 
 NEW_TOKENS = 512
 SECTIONS = ("batch", "peers", "small-model", "seeds", "decode", "prefill", "host", "mixed", "invariant")
@@ -116,8 +118,10 @@ def main(
     out: Annotated[Path | None, typer.Option(help="A JSON file; its other sections stay.")] = None,
 ) -> None:
     """Measure, print tables, and write the results."""
-    setup = Setup(shape=named_config(config), device=device, rounds=rounds, shrink=shrink)
-    small = Setup(shape=named_config(small_config), device=device, rounds=rounds, shrink=shrink)
+    with errors_in_one_line():
+        device_of(device)
+        setup = Setup(shape=named_config(config), device=device, rounds=rounds, shrink=shrink)
+        small = Setup(shape=named_config(small_config), device=device, rounds=rounds, shrink=shrink)
     asked = [one.value for one in engine] if engine else []
     modes = tuple(name.removeprefix("ours-") for name in asked if name in OURS) or ("async",)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,18 @@ def errors_in_one_line() -> Iterator[None]:
     except AsyncschedError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def at_least_one(text: str) -> int:
+    """What argparse takes a number of requests or points for."""
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 10**9):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use a whole number of at least 1")
+    return int(text)
+
+
+def processes(text: str) -> int:
+    """The same for --jobs."""
+    return -1 if text == "-1" else at_least_one(text)
 
 
 def whole_numbers(option: str, text: str) -> list[int]:

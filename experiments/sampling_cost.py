@@ -166,6 +166,8 @@ def main(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Microseconds per step, and the share of a step that sampling adds to greedy."""
+    if kernels and not torch.cuda.is_available():
+        raise SystemExit("error: --kernels needs a CUDA device")
     rows = measure(batch, vocab_size, rounds)
     all_on = Steps(KINDS[EVERYTHING], batch, random_logits(batch, vocab_size, 1.0)) if kernels else None
     by_kernel = {} if all_on is None else kernels_us(all_on)

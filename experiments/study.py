@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from one_line import errors_in_one_line
+from one_line import at_least_one, errors_in_one_line, processes
 
 from asyncsched.cli.files import PICTURES, check_output
 from asyncsched.cli.tables import print_table
@@ -16,6 +16,7 @@ from sim.design import grid
 from sim.run import Result, simulate
 from sim.scenario import load_preset, override_values, read_preset
 from sim.sweep import run_sweep
+from sim.trace import read_trace
 
 Row = dict[str, Any]
 
@@ -36,9 +37,14 @@ def trace_options(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--trace", default="azure-conv-500", help="a packaged trace or a file; see docs/scenarios.md")
-    parser.add_argument("--requests", type=int, default=1500, help="drawn from the trace, where arrivals are drawn")
-    parser.add_argument("--jobs", type=int, default=-1, help="processes; all cores without it")
-    return parser.parse_args()
+    parser.add_argument(
+        "--requests", type=at_least_one, default=1500, help="drawn from the trace, where arrivals are drawn"
+    )
+    parser.add_argument("--jobs", type=processes, default=-1, help="processes; all cores without it")
+    chosen = parser.parse_args()
+    with errors_in_one_line():
+        read_trace(chosen.trace)
+    return chosen
 
 
 def check(*paths: Path) -> None:

@@ -11,6 +11,8 @@ import json
 import os
 import time
 
+from one_line import at_least_one, processes
+
 from asyncsched.cli.tables import print_table
 from sim.design import Range, random_points
 from sim.scenario import override_values, read_preset
@@ -22,9 +24,9 @@ CHOICES = {"mode": ["sync", "async"], "max_num_seqs": [64, 256]}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--points", type=int, default=1000)
-    parser.add_argument("--requests", type=int, default=100, help="of the trace, per point")
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--points", type=at_least_one, default=1000)
+    parser.add_argument("--requests", type=at_least_one, default=100, help="of the trace, per point")
+    parser.add_argument("--jobs", type=processes, default=2)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     chosen = parser.parse_args()
     base = override_values(read_preset("h200-llama-8b"), {"workload.limit": chosen.requests})

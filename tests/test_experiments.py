@@ -132,6 +132,28 @@ def test_a_study_checks_its_picture_before_the_work(tmp_path: Path) -> None:
     assert "no/where.png" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("does_async_pay.py", "--trace", "nowhere.csv"), "error: workload.trace: 'nowhere.csv' is not allowed"),
+        (("does_async_pay.py", "--requests", "0"), "argument --requests: '0' is not allowed; use a whole number"),
+        (("half_host_cost.py", "--jobs", "0"), "argument --jobs: '0' is not allowed; use a whole number"),
+        (("sweep_scaling.py", "--points", "-3"), "argument --points: '-3' is not allowed; use a whole number"),
+        (("bench_core.py", "--batch", "0"), "--batch"),
+        (("compare_peers.py", "--device", "tpu"), "error: device: 'tpu' is not allowed"),
+        (("compare_peers.py", "--device", "cpu", "--config", "nowhere"), "error: config: 'nowhere' is not allowed"),
+    ],
+)
+def test_bad_options_of_a_script_are_found_before_the_work(
+    arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    done = script(*arguments, folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("name", ["validate_h200.py", "drift_h200.py"])
 def test_a_document_that_is_not_there_is_found_missing_before_the_work(name: str, tmp_path: Path) -> None:
     done = script(name, "--docs", "missing.md", "--json-out", "out.json", folder=tmp_path)
