@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import sim
 from asyncsched.cli.app import run as command
 from asyncsched.cli.runs import load_profile, load_profile_data, load_run, load_runs
 from sim.calibrate import calibrate
@@ -75,6 +76,16 @@ def test_a_host_that_was_slow_is_seen_to_be(profile: Profile) -> None:
     fast, slow = (load_run(f"{NAME}-heldout::{name}") for name in ("closed-96-async", "open-3-idle-async"))
     assert host_speed(fast, profile) < 0.7
     assert host_speed(slow, profile) > 1.1
+
+
+def test_a_profile_that_is_cut_off_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it leaves out would cost nothing."""
+    whole = (Path(sim.__file__).parent / "profiles" / f"{NAME}.toml").read_text()
+    for end in ("[host]", "[gpu]", "[jitter]", "[fit]"):
+        cut = tmp_path / "cut.toml"
+        cut.write_text(whole[: whole.index(end)])
+        assert command(["simulate", "--preset", NAME, "--profile", str(cut)]) == 2
+        assert "missing; `asyncsched calibrate` writes it; is " in capsys.readouterr().err
 
 
 def test_commands_find_them_by_name(capsys: pytest.CaptureFixture[str]) -> None:

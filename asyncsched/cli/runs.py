@@ -45,14 +45,18 @@ def load_runs(names: list[str]) -> list[Run]:
 
 
 def load_profile_data(name: str) -> dict[str, Any]:
-    """A profile as it is written. Raises ConfigError."""
+    """A profile as it is written, unchecked but for its sections. Raises ConfigError."""
     from sim.profile import read_profile_data
 
     packaged = _folder() / f"{name}.toml"
     if not packaged.is_file() and not Path(name).exists():
         there = ", ".join(sorted(path.stem for path in _folder().glob("*.toml")))
         raise ConfigError("profile", name, f"it cannot be read, there is no such file; use a TOML file or {there}")
-    return read_profile_data(name if Path(name).exists() else packaged)
+    data = read_profile_data(name if Path(name).exists() else packaged)
+    for section in ("host", "gpu", *(["fit"] if data.get("runs") else [])):  # the last of what was learnt from runs
+        if section not in data:  # what is left out costs nothing, so a file that was cut off would give figures too
+            raise ConfigError(f"profile.{section}", MISSING, f"`asyncsched calibrate` writes it; is {name} whole?")
+    return data
 
 
 def load_profile(name: str | None) -> Profile:
