@@ -117,7 +117,8 @@ def main(
         check_output("--json-out", json_out, (".json",))
         around_table(docs, "validate_h200")
         archives = {group: runs / f"{device}-{shape}-{group}{ARCHIVE}" for group in (*FIT, *GROUPS)}
-        profile = calibrate(_fit_runs(archives), f"{shape} on {device}, fitted to the runs of the group fit")
+        learnt = " and ".join(group for group in FIT if archives[group].exists())
+        profile = calibrate(_fit_runs(archives), f"{shape} on {device}, fitted to the runs of the groups {learnt}")
         validations = {
             group: [_judged(run, profile, draws) for run in read_runs(archives[group])]
             for group in GROUPS

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from asyncsched.cli import advise as advise_command
 from asyncsched.cli import main
 from asyncsched.errors import AsyncschedError, ConfigError
 from asyncsched.goodput import ServiceLevels
@@ -353,3 +355,10 @@ def test_bad_questions_about_depth(options: list[str], error: str, folder: Path,
     assert captured.out == ""
     assert captured.err.startswith(f"error: {error}")
     assert captured.err.count("\n") == 1
+
+
+def test_a_depth_that_costs_time_is_not_said_to_gain() -> None:
+    advice: Any = SimpleNamespace(host_us_per_step=100.0)
+    for gain, said in ((-0.053, "never worth it; it costs 5.3%"), (0.004, "never worth it; it gains 0.4%")):
+        threshold: Any = SimpleNamespace(depth=2, below=1, balanced=2.0, pays_from=None, gain_balanced=gain)
+        assert said in advise_command._threshold(advice, threshold)

@@ -204,7 +204,8 @@ def _threshold(advice: Advice, threshold: Threshold) -> str:
         return f"Host cost: there is no host work, so nothing can be hidden by {pair}."
     where = f"where the host takes as long as the GPU, {_scale(advice, threshold.balanced)}"
     if threshold.pays_from is None:
-        return f"Host cost: {pair} is never worth it; it gains {percent(threshold.gain_balanced)} {where}."
+        does = "gains" if threshold.gain_balanced >= 0 else "costs"
+        return f"Host cost: {pair} is never worth it; it {does} {percent(abs(threshold.gain_balanced))} {where}."
     begins = f"Host cost: {pair} is worth it from {_scale(advice, threshold.pays_from)} on"
     return f"{begins}, and gains {percent(threshold.gain_balanced)} {where}; beyond that the host is the limit."
 
