@@ -2,7 +2,8 @@
 
 The model's code stays as it is. Its linear layers, merged ones too, call an operation that looks at the number of rows
 when it is called: a product of few rows takes as long as reading its weight, and a library's kernels are made for more.
-All others, and those of few rows in which the library was measured to be as fast, are the library's.
+All others, and those of few rows in which the library was measured to be as fast, are the library's
+(`executors.library_products`).
 
 What was measured is one H200, so devices that are no Hopper keep the library: newer ones have other tensor cores, and
 some of them a fraction of its shared memory, which the widest tiles do not fit.
@@ -10,7 +11,7 @@ some of them a fraction of its shared memory, which the widest tiles do not fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from executors import library_products
 from executors.merged import Merged
 
 MAX_ROWS = 32
@@ -60,11 +62,13 @@ WIDE = Tiling(columns=64, depth=128, splits=1, warps=4, stages=4)
 
 @cache
 def tiling_of(rows: int, columns: int, depth: int, multiprocessors: int) -> Tiling | None:
-    """For a product of 2 to MAX_ROWS rows with a weight [columns, depth]; None where it is the library's.
+    """For a product of several rows with a weight [columns, depth]; None where it is the library's.
 
     Up to 16 rows, narrow tiles in as many parts as give every multiprocessor a program. Beyond, reading the rows again
     for every tile begins to tell: the library is slower only where wide tiles fill the device once, or many times.
     """
+    if rows > MAX_ROWS:
+        return None
     if rows <= NARROW_ROWS:
         splits = 1
         while splits * _tiles(columns, NARROW) < multiprocessors and depth % (2 * splits * NARROW.depth) == 0:
@@ -85,20 +89,32 @@ def _tiles(columns: int, tiling: Tiling) -> int:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.shape[:-1].numel()
-    if not (1 <= rows <= MAX_ROWS and weight.is_cuda and is_readable(x, weight, bias)):
+    if not (rows and weight.is_cuda and is_readable(x, weight, bias)):
         return functional.linear(x, weight, bias)
-    from executors import triton_product  # needs Triton
-
     columns, depth = weight.shape
     flat = x.reshape(rows, depth).contiguous()
-    if rows == 1:
-        output = triton_product.product_of_row(flat, weight, bias)
-    elif tiling := tiling_of(rows, columns, depth, multiprocessors(weight.device)):
-        scratch = _scratch(weight.device, torch.cuda.current_stream(weight.device).cuda_stream)
-        output = triton_product.product_of_rows(flat, weight, bias, tiling, scratch)
-    else:
-        return functional.linear(x, weight, bias)
+    output = _own_product(flat, weight, bias)
+    if output is None:
+        output = library_products.product(flat, weight) if bias is None else functional.linear(flat, weight, bias)
     return output.view(*x.shape[:-1], columns)
+
+
+def _own_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """None where it is the library's."""
+    if not is_own(len(x), weight):
+        return None
+    from executors import triton_product  # needs Triton
+
+    tiling = tiling_of(len(x), *weight.shape, multiprocessors(weight.device)) if len(x) > 1 else None
+    if tiling is None:
+        return triton_product.product_of_row(x, weight, bias)
+    scratch = _scratch(weight.device, torch.cuda.current_stream(weight.device).cuda_stream)
+    return triton_product.product_of_rows(x, weight, bias, tiling, scratch)
+
+
+def is_own(rows: int, weight: Tensor) -> bool:
+    """Whether a product of so many rows has a kernel of our own."""
+    return rows == 1 or tiling_of(rows, *weight.shape, multiprocessors(weight.device)) is not None
 
 
 def is_readable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -169,10 +185,29 @@ def install(module: nn.Module) -> None:
             _linear(each.weight.new_zeros(rows, each.weight.shape[1]), each.weight, each.bias)
 
 
+def choose(module: nn.Module, sizes: Sequence[int], samples: Sequence[int]) -> str:
+    """Has the library's algorithms tried for steps of so many tokens, and for the logits of so many of them.
+
+    Returns why that could not be, or "".
+    """
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    alike: dict[torch.Size, list[Tensor]] = {}
+    for layer in _calling(module):
+        if layer is not head and layer.bias is None:
+            alike.setdefault(layer.weight.shape, []).append(layer.weight)
+    wanted = [(weights, sizes) for weights in alike.values()]
+    if head is not None and type(head) is FewRows and head.bias is None:
+        wanted.append(([head.weight], samples))
+    for weights, counts in wanted:
+        if why := library_products.choose(weights, [rows for rows in counts if not is_own(rows, weights[0])]):
+            return why
+    return ""
+
+
 @contextmanager
 def apart(module: nn.Module) -> Iterator[None]:
     """Every linear layer is the library's meanwhile, as the model was written."""
-    found = [each for each in module.modules() if type(each) is FewRows or getattr(each, "product", None) is product]
+    found = list(_calling(module))
     for each in found:
         _set(each, nn.Linear, functional.linear)
     try:
@@ -180,6 +215,13 @@ def apart(module: nn.Module) -> Iterator[None]:
     finally:
         for each in found:
             _set(each, FewRows, product)
+
+
+def _calling(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers that call the operation."""
+    for each in module.modules():
+        if type(each) is FewRows or getattr(each, "product", None) is product:
+            yield each
 
 
 def _set(layer: nn.Module, kind: type[nn.Linear], of_merged: Callable[..., Tensor]) -> None:

@@ -23,6 +23,7 @@ from asyncsched.program import Lane
 from asyncsched.request import SamplingParams, TokenArray
 from asyncsched.scheduler import Scheduler
 from asyncsched.timeline import Timeline
+from executors import few_rows
 from executors.asked import check_seed, check_settings, check_warm_up, depth_of
 from executors.compiled import CompileSettings
 from executors.compute import ComputeLane, variant
@@ -331,6 +332,11 @@ class LLM:
     def _capture(self, lanes: Lanes, warm_up: Sequence[SamplingParams], say: Report) -> str:
         """Finds out whether the model's decode steps can be captured, and returns why not; captures what is asked."""
         stream, slots, shapes = lanes.stream(Lane.COMPUTE), self.engine.executor.slots, self._compute.shapes
+        say("trying the library's products")
+        sizes = sorted({max(shape) for shape in shapes})
+        samples = sorted({decodes or self.config.max_num_seqs for decodes, _ in shapes})
+        if why := few_rows.choose(self.model.module, sizes, samples):
+            say(f"products are as the library would have them: {why}")
         say("capturing the first CUDA graph")
         try:
             refusal = self._compute.capture(stream, slots[:1], shapes[:1], Features.NONE)

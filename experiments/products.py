@@ -8,11 +8,15 @@ cache when its turn comes again. Ours is what `executors.few_rows` does for that
 floor is the larger of the weight's bytes over the bandwidth of a copy and of the operations over the rate of a large
 square product, both measured here. Behind the product of gate and up comes what joins them: a kernel behind the
 library's, the same kernel in ours (`executors.gated`). All times are microseconds. Takes about half a minute.
+
+Products of many rows draw more power than the card may for long, and its clock falls: so the three take turns, and the
+rate of a large product is given twice, at once and after three seconds of it.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from typing import Annotated
 
@@ -23,7 +27,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from asyncsched.cli.tables import print_table
-from executors import few_rows, gated
+from executors import few_rows, gated, library_products
+from executors.cublaslt import Shape
 
 LAYERS = 32
 GATED = "gate, up, joined"
@@ -37,6 +42,7 @@ SHAPES = {  # of the Llama 8B shape: out, in, how often per step
 COLD_BYTES = 4e9
 REPLAYS = 7
 LARGE = 8192
+SUSTAINED_S = 3.0
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -47,8 +53,11 @@ def main(batch: Annotated[str, typer.Option(metavar="N,...", help="Rows of the i
         sizes = whole_numbers("--batch", batch)
     if not torch.cuda.is_available():
         raise SystemExit("error: needs a CUDA device")
-    bandwidth, rate = _bandwidth(), _rate()
-    print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s")
+    bandwidth, rate = _bandwidth(), _rate(0.0)
+    print(
+        f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s, "
+        f"after {SUSTAINED_S:g} s {_rate(SUSTAINED_S) / 1e12:.0f}"
+    )
     totals: dict[int, dict[str, float]] = {size: {} for size in sizes}
     table = []
     for name, (out, width, count) in SHAPES.items():
@@ -77,11 +86,15 @@ def _measured(name: str, x: Tensor, weights: list[Tensor]) -> dict[str, float]:
             return torch.ops.asyncsched.gated(x, weight, "silu")
         return torch.ops.asyncsched.linear(x, weight, None)
 
-    found = {}
+    graphs = {}
     for kind in ("cublas", "cublaslt"):  # the latter last: ours falls back to it, as in the engine
         torch.backends.cuda.preferred_blas_library(kind)
-        found[kind] = _us(library, x, weights)
-    return found | {"ours": _us(ours, x, weights)}
+        graphs[kind] = _captured(library, x, weights)
+    if why := library_products.choose(weights, [len(x)]):
+        raise SystemExit(f"error: {why}")
+    graphs["ours"] = _captured(ours, x, weights)
+    turns = [{kind: _seconds(graph.replay) for kind, graph in graphs.items()} for _ in range(REPLAYS)]
+    return {kind: statistics.median(turn[kind] for turn in turns) / len(weights) * 1e6 for kind in graphs}
 
 
 def _chosen(name: str, batch: int, out: int, width: int) -> str:
@@ -91,12 +104,16 @@ def _chosen(name: str, batch: int, out: int, width: int) -> str:
     if name == GATED:
         tiling = gated.tiling_of(batch, out // 2, width, multiprocessors)
     else:
-        tiling = few_rows.tiling_of(batch, out, width, multiprocessors) if batch <= few_rows.MAX_ROWS else None
-    return "cublaslt" if tiling is None else f"{tiling.columns} x {tiling.depth}, in {tiling.splits}"
+        tiling = few_rows.tiling_of(batch, out, width, multiprocessors)
+    if tiling is not None:
+        return f"{tiling.columns} x {tiling.depth}, in {tiling.splits}"
+    shape = Shape(batch, out, width, torch.bfloat16)
+    return "cublaslt, chosen" if library_products.choice(shape, torch.device("cuda", 0)) else "cublaslt"
 
 
 @torch.no_grad()
-def _us(product: Product, x: Tensor, weights: list[Tensor]) -> float:
+def _captured(product: Product, x: Tensor, weights: list[Tensor]) -> torch.cuda.CUDAGraph:
+    """The product with each weight; it has been replayed once."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         product(x, weights[0])
@@ -106,7 +123,8 @@ def _us(product: Product, x: Tensor, weights: list[Tensor]) -> float:
             for weight in weights:
                 product(x, weight)
         graph.replay()
-        return statistics.median(_seconds(graph.replay) for _ in range(REPLAYS)) / len(weights) * 1e6
+        stream.synchronize()
+    return graph
 
 
 def _random(*shape: int) -> Tensor:
@@ -119,8 +137,12 @@ def _bandwidth() -> float:
     return 2 * source.numel() / min(_seconds(lambda: target.copy_(source)) for _ in range(10))
 
 
-def _rate() -> float:
+def _rate(after_s: float) -> float:
+    """Operations per second of a large product, the best of ten once it has been computed for so long."""
     x = _random(LARGE, LARGE)
+    began = time.perf_counter()
+    while time.perf_counter() - began < after_s:
+        _seconds(lambda: functional.linear(x, x))
     return 2 * LARGE**3 / min(_seconds(lambda: functional.linear(x, x)) for _ in range(10))
 
 

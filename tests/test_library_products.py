@@ -1,0 +1,169 @@
+"""Which of the library's algorithms computes a product: what is tried, what may win. The library itself: tests/gpu."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import Tensor, nn
+from torch.nn import functional
+
+from asyncsched.errors import AsyncschedError
+from executors import few_rows, library_products
+from executors.cublaslt import Shape
+
+ROWS, COLUMNS, DEPTH = 128, 48, 32
+SHAPE = Shape(ROWS, COLUMNS, DEPTH, torch.bfloat16)
+CPU = torch.device("cpu")
+
+
+class FakeLibrary:
+    """Products whose algorithms are names; each takes so long, adds so much to a product, or is refused."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.takes: dict[str, float] = {"first": 2.0}
+        self.adds: dict[str, float] = {}
+        self.refuses: set[str] = set()
+        self.own_takes, self.own_adds = 2.0, 0.0
+        self.asked: list[Shape] = []
+        self._linear = functional.linear
+        monkeypatch.setattr(library_products, "Products", self._products)
+        monkeypatch.setattr(library_products, "_choices", {})
+        monkeypatch.setattr(library_products, "_times", self._times)
+        monkeypatch.setattr(library_products, "LEAST_BYTES", 1)
+        monkeypatch.setattr(library_products.functional, "linear", lambda x, w: self._linear(x, w) + self.own_adds)
+
+    def _products(self, shape: Shape) -> Any:
+        self.asked.append(shape)
+        names = list(self.takes)
+        return SimpleNamespace(guesses=lambda: names[:1], variants=lambda _: names, multiply=self._multiply)
+
+    def _multiply(self, name: str, x: Tensor, weight: Tensor, output: Tensor) -> None:
+        if name in self.refuses:
+            raise AsyncschedError("cublasLtMatmul failed with status 7")
+        output.copy_(self._linear(x, weight) + self.adds.get(name, 0.0))
+        self.last = name
+
+    def _times(self, tries: list[Any], weights: list[Tensor], rounds: int) -> list[float]:
+        found = []
+        for each in tries:
+            self.last = ""
+            each(weights[0])
+            found.append(self.takes.get(self.last, self.own_takes))
+        return found
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    return FakeLibrary(monkeypatch)
+
+
+def weight() -> Tensor:
+    return torch.randn(COLUMNS, DEPTH, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+
+
+def chosen(rows: int = ROWS) -> str | None:
+    assert library_products.choose([weight()], [rows]) == ""
+    found = library_products.choice(SHAPE._replace(rows=rows), CPU)
+    return None if found is None else str(found.algorithm)
+
+
+def test_the_quickest_is_chosen_and_computes_the_product(library: FakeLibrary) -> None:
+    library.takes |= {"slow": 3.0, "quick": 1.0, "middling": 1.5}
+    assert chosen() == "quick"
+    x = torch.randn(ROWS, DEPTH).to(torch.bfloat16)
+    library.last = ""
+    assert torch.equal(library_products.product(x, weight()), library._linear(x, weight()))
+    assert library.last == "quick"
+
+
+def test_others_than_the_tried_sizes_are_the_librarys(library: FakeLibrary) -> None:
+    library.takes["quick"] = 1.0
+    chosen()
+    library.last = ""
+    library_products.product(torch.zeros(ROWS + 1, DEPTH, dtype=torch.bfloat16), weight())
+    assert library.last == ""
+
+
+def test_an_algorithm_with_other_bits_is_not_chosen(library: FakeLibrary) -> None:
+    library.takes |= {"quick": 1.0, "quickest": 0.5}
+    library.adds["quickest"] = 0.25
+    assert chosen() == "quick"
+
+
+def test_an_algorithm_that_is_refused_is_not_chosen(library: FakeLibrary) -> None:
+    library.takes |= {"quick": 1.0, "quickest": 0.5}
+    library.refuses.add("quickest")
+    assert chosen() == "quick"
+
+
+def test_the_librarys_own_choice_stays_where_none_is_quicker(library: FakeLibrary) -> None:
+    library.takes["as quick"] = 1.99
+    assert chosen() is None
+
+
+@pytest.mark.parametrize("rows", [library_products.SPLITTING_ROWS, library_products.SPLITTING_ROWS + 1])
+def test_where_the_library_splits_the_sum_the_rows_decide_and_no_stopwatch(library: FakeLibrary, rows: int) -> None:
+    library.own_adds, library.takes["slow"] = 0.25, 9.0
+    for library.own_takes in (0.1, 10.0):
+        library_products._choices.clear()
+        assert chosen(rows) == (None if rows == library_products.SPLITTING_ROWS else "first")
+
+
+def test_a_size_is_tried_once(library: FakeLibrary) -> None:
+    chosen()
+    chosen()
+    chosen(64)
+    assert [shape.rows for shape in library.asked] == [ROWS, 64]
+
+
+def test_no_library_is_said_and_nothing_is_chosen(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(shape: Shape) -> None:
+        raise AsyncschedError("torch has not loaded libcublasLt.so.13")
+
+    monkeypatch.setattr(library_products, "Products", none)
+    assert library_products.choose([weight()], [ROWS]) == "torch has not loaded libcublasLt.so.13"
+    assert library_products.choice(SHAPE, CPU) is None
+
+
+def test_small_weights_and_float32_are_not_tried(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert library_products.choose([weight().float()], [ROWS]) == ""
+    monkeypatch.setattr(library_products, "LEAST_BYTES", weight().nbytes + 1)
+    assert library_products.choose([weight()], [ROWS]) == ""
+    assert library.asked == []
+
+
+def test_a_model_asks_for_its_layers_at_all_sizes_and_for_its_logits_at_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[int, tuple[set[tuple[int, ...]], list[int]]] = {}
+
+    def choose(weights: list[Tensor], sizes: list[int]) -> str:
+        asked[len(asked)] = {tuple(each.shape) for each in weights}, sizes
+        assert len(weights) == (1 if weights[0] is head.weight else model.num_layers)
+        return ""
+
+    monkeypatch.setattr(few_rows, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(few_rows, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(library_products, "choose", choose)
+    model = tiny_model("llama")
+    head = model.module.get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    few_rows.install(model.module)
+    assert few_rows.choose(model.module, [1, 8, 64, 256], [8, 64]) == ""
+    of_head = [sizes for shapes, sizes in asked.values() if tuple(head.weight.shape) in shapes]
+    of_layers = [sizes for shapes, sizes in asked.values() if tuple(head.weight.shape) not in shapes]
+    # Its weights are too narrow for own products of 8 rows; one row always has one.
+    assert of_head == [[8, 64]]
+    assert len(of_layers) == 4  # q, k and v; o; gate and up; down
+    assert all(sizes in ([8, 64, 256], [64, 256]) for sizes in of_layers)
+
+
+def test_what_keeps_the_library_from_being_tried_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(few_rows, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(library_products, "choose", lambda weights, sizes: "no library")
+    model = tiny_model("llama")
+    few_rows.install(model.module)
+    assert few_rows.choose(model.module, [64], [64]) == "no library"
