@@ -80,23 +80,27 @@ SPECS: dict[str, tuple[Spec, ...]] = {
         Spec("closed-80-spread", 80, (32, 400), 96),
         Spec("open-5-idle", 20, (32, 512), 12, rate=5.0),
         Spec("closed-12-busy", 12, 128, 80, delays_us=BUSY_US),
+        # a few of every number of tokens that steps are padded to: each has kernels of its own
+        Spec("open-12-all-lengths", 60, (16, 1100), 40, rate=12.0),
+        Spec("open-7-all-lengths", 30, (900, 2048), 40, rate=7.0),
     ),
     "heldout": (
-        Spec("closed-36-long", 36, 620, 120),
-        Spec("closed-68", 68, 280, 136),
-        Spec("closed-96", 96, 176, 120),
-        Spec("closed-48-mixed-lengths", 48, (24, 900), (48, 180)),
-        Spec("open-9", 50, (64, 800), (48, 170), rate=9.0),
-        Spec("open-16", 80, (24, 480), (20, 170), rate=16.0),
-        Spec("open-3-idle", 16, (64, 560), 20, rate=3.0),
+        Spec("closed-34-long", 34, 580, 128),
+        Spec("closed-76", 76, 260, 128),
+        Spec("closed-100", 100, 150, 128),
+        Spec("closed-52-mixed-lengths", 52, (40, 850), (40, 190)),
+        Spec("open-6", 40, (48, 760), (50, 160), rate=6.0),
+        Spec("open-13", 70, (32, 520), (24, 150), rate=13.0),
+        Spec("open-7-idle", 26, (48, 600), 14, rate=7.0),
+        Spec("open-11-short-answers", 60, (64, 1800), (4, 12), rate=11.0),
     ),
     "delay": (
-        Spec("closed-28", 28, 180, 104, delays_us=DELAYS_US),
-        Spec("closed-28-again", 28, 180, 104, delays_us=DELAYS_US[::-1]),
+        Spec("closed-30", 30, 160, 104, delays_us=DELAYS_US),
+        Spec("closed-30-again", 30, 160, 104, delays_us=DELAYS_US[::-1]),
     ),
     "clocks": (Spec("closed-128-clocks", 128, 128, 128), Spec("closed-64-clocks", 64, 400, 144)),
     "fit-tight": (Spec("closed-50", 50, 240, 120), Spec("open-14", 36, (64, 400), (64, 200), rate=14.0)),
-    "tight": (Spec("closed-54", 54, 240, 136), Spec("open-15", 42, (96, 420), (64, 210), rate=15.0)),
+    "tight": (Spec("closed-60", 60, 230, 140), Spec("open-19", 46, (72, 430), (60, 205), rate=19.0)),
 }
 """What is judged was chosen before it was measured, and no earlier campaign had it."""
 
