@@ -35,8 +35,8 @@ class EngineConfig:
     sliding_window          keys a query sees, itself included; None means all
     decode_buckets          batch sizes that pure decode steps are padded to (CUDA graphs); () means no padding
     mixed_buckets           tokens that other steps are padded to, up to the largest; () means no padding
-    batch_invariant         tokens do not depend on who shares the batch: every step has one shape, that of the only
-                            mixed bucket, and decode rows are computed as prefills are
+    batch_invariant         tokens do not depend on who shares the batch: every step is padded to a mixed bucket, and
+                            decode rows are computed as prefills are. That buckets agree is up to who names them
     admission               order of the queue: fcfs, priority, shortest-prompt, or module:Class
     victim                  who is preempted: latest-arrival, lowest-priority, least-progress, or module:Class
     reservation             blocks an admission must find free: optimistic, worst-case, or module:Class
@@ -107,9 +107,13 @@ class EngineConfig:
         ):
             allowed = f"use increasing numbers of tokens from 1 to max_num_batched_tokens {self.max_num_batched_tokens}"
             raise ConfigError("mixed_buckets", self.mixed_buckets, allowed)
-        if self.batch_invariant and (self.decode_buckets or self.mixed_buckets != (self.max_num_batched_tokens,)):
+        largest = max(self.mixed_buckets, default=0)
+        if self.batch_invariant and (self.decode_buckets or largest != self.max_num_batched_tokens):
             shapes = f"decode_buckets {self.decode_buckets} and mixed_buckets {self.mixed_buckets}"
-            allowed = f"all steps must have one shape: use no decode_buckets, and max_num_batched_tokens, not {shapes}"
+            allowed = (
+                f"every step must be padded, as one that prefills: use no decode_buckets, and mixed_buckets up to "
+                f"max_num_batched_tokens {self.max_num_batched_tokens}, not {shapes}"
+            )
             raise ConfigError("batch_invariant", self.batch_invariant, allowed)
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 
 import torch
@@ -23,6 +23,7 @@ import torch
 from asyncsched.config import EngineConfig
 from asyncsched.inputs import Buckets
 from asyncsched.plan import NO_SOURCE, StepPlan
+from executors import few_rows
 from executors.garbage import nothing_is_collected
 from executors.kv_cache import KvCache
 from executors.models import Model
@@ -166,7 +167,8 @@ class ComputeLane:
 
     @torch.no_grad()
     def _run(self, slot: Slot, view: StepView, num_samples: int, features: int) -> None:
-        logits = self.model.forward(view, self.kv)
+        with few_rows.alike() if self.config.batch_invariant else nullcontext():
+            logits = self.model.forward(view, self.kv)
         if not num_samples:
             return
         sampled = sample(logits, slot.words[:num_samples], self.sampler, features, slot.tokens_out[:num_samples])

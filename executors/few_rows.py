@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -93,7 +94,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight, bias)
     columns, depth = weight.shape
     flat = x.reshape(rows, depth).contiguous()
-    output = _own_product(flat, weight, bias)
+    if is_alike():
+        output = library_products.product_alike(flat, weight) if bias is None else None
+    else:
+        output = _own_product(flat, weight, bias)
     if output is None:
         output = library_products.product(flat, weight) if bias is None else functional.linear(flat, weight, bias)
     return output.view(*x.shape[:-1], columns)
@@ -110,6 +114,23 @@ def _own_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Non
         return triton_product.product_of_row(x, weight, bias)
     scratch = _scratch(weight.device, torch.cuda.current_stream(weight.device).cuda_stream)
     return triton_product.product_of_rows(x, weight, bias, tiling, scratch)
+
+
+@contextmanager
+def alike() -> Iterator[None]:
+    """Meanwhile, in this thread, a row's product has the same bits whatever the number of rows, where it can be had."""
+    before = _is_alike.set(True)
+    try:
+        yield
+    finally:
+        _is_alike.reset(before)
+
+
+def is_alike() -> bool:
+    return _is_alike.get()
+
+
+_is_alike = ContextVar("alike", default=False)
 
 
 def is_own(rows: int, weight: Tensor) -> bool:

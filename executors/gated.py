@@ -54,7 +54,9 @@ def _gated(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     _load_kernels(weight, activation)
     columns, depth = weight.shape
     flat = x.reshape(rows, depth).contiguous()
-    if rows == 1:
+    if few_rows.is_alike():
+        output = triton_gated.joined(few_rows.product(flat, weight, None), activation)
+    elif rows == 1:
         output = triton_gated.gated_row(flat, weight, activation)
     elif tiling := tiling_of(rows, columns // 2, depth, few_rows.multiprocessors(weight.device)):
         output = triton_gated.gated_rows(flat, weight, activation, tiling)

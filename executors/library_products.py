@@ -39,6 +39,7 @@ class Choice(NamedTuple):
 
 
 _choices: dict[tuple[torch.device, Shape], Choice | None] = {}  # None: the library's own
+_alike: dict[tuple[torch.device, Shape], Choice | None] = {}  # None: the library has none
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -49,6 +50,29 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     output = x.new_empty(x.shape[0], weight.shape[0])
     chosen.products.multiply(chosen.algorithm, x, weight, output)
     return output
+
+
+def product_alike(x: Tensor, weight: Tensor) -> Tensor | None:
+    """The same, with the bits that a row has whatever the number of rows: all sums are made in one order. None where
+    the library has no such product."""
+    shape, device = Shape(x.shape[0], *weight.shape, weight.dtype), weight.device
+    if (device, shape) not in _alike:
+        _alike[device, shape] = choice(shape, device) or _first(shape)
+    found = _alike[device, shape]
+    if found is None or x.data_ptr() % ALIGNMENT or weight.data_ptr() % ALIGNMENT:
+        return None
+    output = x.new_empty(x.shape[0], weight.shape[0])
+    found.products.multiply(found.algorithm, x, weight, output)
+    return output
+
+
+def _first(shape: Shape) -> Choice | None:
+    try:
+        products = Products(shape)
+    except AsyncschedError:
+        return None
+    guesses = products.guesses()
+    return Choice(products, guesses[0]) if guesses else None
 
 
 def choice(shape: Shape, device: torch.device) -> Choice | None:

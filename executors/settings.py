@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from asyncsched.config import EngineConfig, default_buckets, default_mixed_buckets
+from asyncsched.config import MAX_MIXED_BUCKET, EngineConfig, default_buckets, default_mixed_buckets
 from asyncsched.errors import ConfigError
 from executors.asked import check_device
 from executors.compiled import CompileSettings
+from executors.invariance import alike
 from executors.kv_cache import free_memory
 from executors.models import Model
 
@@ -22,7 +23,8 @@ MEMORY_SHARE = 0.9  # of the free device memory, for the KV pool
 CPU_POOL_BYTES = 2**30
 DEFAULT_MODEL_LEN = 8192
 DEFAULT_SEQS = {"cuda": 256, "cpu": 16}
-INVARIANT_TOKENS = 256  # of every batch-invariant step: more make decoding slower, fewer make prefilling slower
+INVARIANT_SIZES = (16, 32, *default_mixed_buckets(MAX_MIXED_BUCKET))  # tokens of batch-invariant steps, if all agree
+INVARIANT_TOKENS = 256  # if they do not: more make decoding slower, fewer make prefilling slower
 
 
 def check_model(model: object, dummy_weights: bool) -> None:
@@ -77,9 +79,8 @@ def engine_config(model: Model, depth: int, num_blocks: int | None, given: Mappi
     if settings.get("batch_invariant"):
         if not captures_mixed:
             raise ConfigError("batch_invariant", True, "it needs a CUDA device and the triton attention backend")
-        budget = settings.setdefault("max_num_batched_tokens", max(INVARIANT_TOKENS, settings["max_num_seqs"]))
         settings.setdefault("decode_buckets", ())
-        settings.setdefault("mixed_buckets", (budget,))
+        _set_invariant_sizes(model, settings)
     settings.setdefault("decode_buckets", default_buckets(settings["max_num_seqs"]))
     if captures_mixed:
         budget = settings.get("max_num_batched_tokens", _default("max_num_batched_tokens"))
@@ -89,6 +90,20 @@ def engine_config(model: Model, depth: int, num_blocks: int | None, given: Mappi
         num_blocks = _blocks(model, block_size, settings["max_model_len"], settings["max_num_seqs"])
     settings.setdefault("num_host_blocks", num_blocks)
     return EngineConfig(depth=depth, num_blocks=num_blocks, vocab_size=model.vocab_size, **settings)
+
+
+def _set_invariant_sizes(model: Model, settings: dict[str, Any]) -> None:
+    """Tokens that batch-invariant steps are padded to: those that give a token the same bits, or one size for all."""
+    given, seats = settings.get("mixed_buckets"), settings["max_num_seqs"]
+    largest = settings.get("max_num_batched_tokens", max(given or (MAX_MIXED_BUCKET, seats)))
+    wanted = tuple(given or (*(size for size in INVARIANT_SIZES if size < largest), largest))
+    found = alike(model, wanted)
+    if given and found != wanted:
+        raise ConfigError("mixed_buckets", given, f"a token's numbers differ in steps of {found} tokens: leave it out")
+    if len(found) == 1:
+        found = (settings.get("max_num_batched_tokens", max(INVARIANT_TOKENS, seats)),)
+    settings["mixed_buckets"] = found
+    settings.setdefault("max_num_batched_tokens", found[-1])
 
 
 def _blocks(model: Model, block_size: int, max_model_len: int, max_num_seqs: int) -> int:

@@ -155,15 +155,17 @@ def test_every_entry_of_steps_in_mixed_buckets(case):
         max_num_seqs=6,
         max_num_batched_tokens=16,
         decode_buckets=(),
-        mixed_buckets=(16,),
+        mixed_buckets=(5, 16),
         batch_invariant=True,
         reservation="optimistic",
     )
 )
-def test_batch_invariant_steps_have_one_shape_and_no_decodes(case):
+def test_batch_invariant_steps_are_all_padded_and_have_no_decodes(case):
     run = InputsRun(case.config, case.script)
     run.run()
-    assert {plan.mixed_bucket for plan in run.plans if plan.num_tokens} <= {16}
+    for plan in run.plans:
+        if plan.num_tokens:
+            assert plan.mixed_bucket == (5 if plan.num_tokens <= 5 else 16)
 
 
 def test_steps_in_mixed_buckets_occur():

@@ -32,6 +32,7 @@ class FakeLibrary:
         self._linear = functional.linear
         monkeypatch.setattr(library_products, "Products", self._products)
         monkeypatch.setattr(library_products, "_choices", {})
+        monkeypatch.setattr(library_products, "_alike", {})
         monkeypatch.setattr(library_products, "_times", self._times)
         monkeypatch.setattr(library_products, "LEAST_BYTES", 1)
         monkeypatch.setattr(library_products.functional, "linear", lambda x, w: self._linear(x, w) + self.own_adds)
@@ -111,6 +112,21 @@ def test_where_the_library_splits_the_sum_the_rows_decide_and_no_stopwatch(libra
     for library.own_takes in (0.1, 10.0):
         library_products._choices.clear()
         assert chosen(rows) == (None if rows == library_products.SPLITTING_ROWS else "first")
+
+
+def test_alike_products_are_by_what_was_chosen_or_the_first_guess(library: FakeLibrary) -> None:
+    library.takes["quick"] = 1.0
+    library.own_adds = 0.25  # is not asked
+    x = torch.randn(ROWS, DEPTH).to(torch.bfloat16)
+    chosen()
+    for rows, expected in ((ROWS, "quick"), (3, "first")):
+        assert torch.equal(library_products.product_alike(x[:rows], weight()), library._linear(x[:rows], weight()))
+        assert library.last == expected
+
+
+def test_where_there_is_no_library_there_are_no_alike_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library_products, "_alike", {})
+    assert library_products.product_alike(torch.zeros(3, DEPTH, dtype=torch.bfloat16), weight()) is None
 
 
 def test_a_size_is_tried_once(library: FakeLibrary) -> None:

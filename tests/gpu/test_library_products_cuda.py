@@ -25,6 +25,7 @@ DEVICE = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(library_products, "_choices", {})
+    monkeypatch.setattr(library_products, "_alike", {})
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library("cublaslt")
     functional.linear(*operands(Shape(64, 64, 64, torch.bfloat16)))  # so that the library is loaded
@@ -75,6 +76,17 @@ def test_what_was_chosen_computes_a_product_and_in_a_graph_too(monkeypatch: pyte
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(output, expected * 2)
+
+
+@pytest.mark.parametrize(("columns", "depth"), [(4096, 14336), (6144, 4096), (1000, 512)])
+def test_a_row_has_the_same_bits_whatever_the_number_of_rows(columns: int, depth: int) -> None:
+    x, weight = operands(Shape(2048, columns, depth, torch.bfloat16))
+    x = x.contiguous()
+    expected = library_products.product_alike(x, weight)
+    assert expected is not None
+    library_products.choose([weight], [128])
+    for rows in (1, 2, 7, 16, 31, 64, 128, 448, 1024):
+        assert torch.equal(library_products.product_alike(x[:rows], weight), expected[:rows])
 
 
 def test_choosing_keeps_the_librarys_bits_where_it_splits_no_sum() -> None:

@@ -1,0 +1,105 @@
+"""Which sizes of steps give a token the same bits, and what batch-invariant engines are then padded to. On a GPU:
+tests/gpu/test_generation.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from asyncsched.errors import ConfigError
+from executors import few_rows, settings
+from executors.invariance import LEAST_TOKENS, alike
+from executors.kv_cache import KvCache
+from executors.models import Model
+from executors.settings import INVARIANT_SIZES, INVARIANT_TOKENS, engine_config
+from executors.step_view import StepView
+
+llama = cache(lambda: tiny_model("llama"))
+
+
+class Watched:
+    """A model whose logits are off by `off[size]` in steps of that size; keeps what it was shown."""
+
+    def __init__(self, off: dict[int, float]) -> None:
+        self._model = llama()
+        self._off = off
+        self.views: list[StepView] = []
+        self.vocab_size, self.device = self._model.vocab_size, self._model.device
+        self.max_model_len = self._model.max_model_len
+        self.allocate_kv = self._model.allocate_kv
+
+    def forward(self, view: StepView, kv: KvCache) -> torch.Tensor:
+        assert few_rows.is_alike()
+        self.views.append(view)
+        # In float64's place: a float32 product on a CPU has bits that depend on the number of rows.
+        logits = self._model.forward(view, kv).round(decimals=3)
+        return logits + self._off.get(view.num_tokens, 0.0)
+
+
+def sizes_of(model: Watched, *sizes: int) -> tuple[int, ...]:
+    return alike(cast("Model", model), sizes)
+
+
+def test_sizes_that_agree_with_the_largest_are_found() -> None:
+    assert sizes_of(Watched({}), 16, 70, 130) == (16, 70, 130)
+    assert sizes_of(Watched({70: 1e-3}), 16, 70, 130) == (16, 130)
+    assert sizes_of(Watched({130: 1e-3}), 16, 70, 130) == (130,)
+    assert not few_rows.is_alike()
+
+
+def test_steps_have_the_size_and_no_decodes_and_show_the_same_rows() -> None:
+    model = Watched({})
+    sizes_of(model, LEAST_TOKENS, 66, 129)
+    assert {view.num_tokens for view in model.views} == {LEAST_TOKENS, 66, 129}
+    for view in model.views:
+        assert view.leading_decodes == 0
+        assert len(view.logits_at) == 2  # as many rows of logits in every size
+        assert int(view.seq_lens.max()) <= 64  # no longer than a small context
+        rows = view.kv_positions.tolist()
+        assert len(set(rows)) == len(rows)  # no sequence writes over another
+    assert any(int(view.seq_lens[-1]) > int(view.query_start[-1] - view.query_start[-2]) for view in model.views)
+
+
+def test_a_step_of_hardly_any_tokens_is_not_tried() -> None:
+    assert sizes_of(Watched({}), 1, 2, 16) == (16,)
+
+
+def of_model(monkeypatch: pytest.MonkeyPatch, agree: Any, **given: Any) -> tuple[int, tuple[int, ...], int]:
+    """A batch-invariant engine's budget, buckets and seats, where those sizes agree."""
+    monkeypatch.setattr(settings, "alike", lambda model, sizes: tuple(size for size in sizes if agree(size, sizes)))
+    on_gpu = SimpleNamespace(type="cuda")
+    model = replace(llama(), device=on_gpu, backend=SimpleNamespace(captures_mixed=True))  # type: ignore[arg-type]
+    config = engine_config(model, 2, 64, {"batch_invariant": True, "max_model_len": 64, **given})
+    assert config.decode_buckets == ()
+    return config.max_num_batched_tokens, config.mixed_buckets, config.max_num_seqs
+
+
+def test_an_engine_is_padded_to_what_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = lambda size, sizes: True  # noqa: E731
+    assert of_model(monkeypatch, everything)[:2] == (2048, INVARIANT_SIZES)
+    assert of_model(monkeypatch, everything, max_num_batched_tokens=100)[:2] == (100, (16, 32, 64, 100))
+    assert of_model(monkeypatch, everything, max_num_seqs=3000)[0] == 3000
+    some = lambda size, sizes: size not in (32, 64)  # noqa: E731
+    assert of_model(monkeypatch, some, max_num_batched_tokens=128)[1] == (16, 128)
+
+
+def test_where_no_sizes_agree_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = lambda size, sizes: size == sizes[-1]  # noqa: E731
+    assert of_model(monkeypatch, none)[:2] == (INVARIANT_TOKENS, (INVARIANT_TOKENS,))
+    assert of_model(monkeypatch, none, max_num_batched_tokens=100)[:2] == (100, (100,))
+    assert of_model(monkeypatch, none, max_num_seqs=300)[:2] == (300, (300,))
+
+
+def test_sizes_that_were_asked_for_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = lambda size, sizes: True  # noqa: E731
+    assert of_model(monkeypatch, everything, mixed_buckets=(24, 48))[:2] == (48, (24, 48))
+    with pytest.raises(ConfigError, match=r"mixed_buckets: .*differ"):
+        of_model(monkeypatch, lambda size, sizes: size != 24, mixed_buckets=(24, 48))
+    with pytest.raises(ConfigError, match=r"batch_invariant: .*up to max_num_batched_tokens 64"):
+        of_model(monkeypatch, everything, mixed_buckets=(24, 48), max_num_batched_tokens=64)
