@@ -11,6 +11,7 @@ import gc
 import importlib.util
 import tempfile
 import time
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -123,9 +124,11 @@ class Ours:
         return Run(run.result.wall_s, run.token_ids)
 
     def profile(self, load: Load) -> dict[str, Any]:
-        """The same run with spans of every lane: GPU active by events, and what a steady decode step takes."""
-        result = self.recorded(load)[0]
-        return {name: result.to_dict()[name] for name in ("ms_per_step", "compute_ms", "gpu_active", "host_us")}
+        """The same run with spans of every lane: GPU active by events, what a steady decode step takes, and the longest
+        time for which the GPU had nothing to do."""
+        result, spans = self.recorded(load)
+        figures = {name: result.to_dict()[name] for name in ("ms_per_step", "compute_ms", "gpu_active", "host_us")}
+        return {**figures, "longest_gap": longest_gap(spans)}
 
     def recorded(self, load: Load) -> tuple[BenchResult, list[Span]]:
         timeline = Timeline()
@@ -137,6 +140,21 @@ class Ours:
     def close(self) -> None:
         del self.llm
         release()
+
+
+def longest_gap(spans: list[Span]) -> dict[str, Any]:
+    """Between two steps on the compute lane: which step it ended with, and what the host did for most of it."""
+    computed = sorted((span for span in spans if span.lane == "compute"), key=lambda span: span.start_ns)
+    if len(computed) < 2:
+        return {}
+    before, after = max(pairwise(computed), key=lambda pair: pair[1].start_ns - pair[0].end_ns)
+
+    def shared_ns(span: Span) -> int:
+        return min(span.end_ns, after.start_ns) - max(span.start_ns, before.end_ns)
+
+    beside = max((span for span in spans if span.lane == "host"), key=shared_ns)
+    host = f"{beside.name} of step {beside.step}, {shared_ns(beside) / 1e6:.3f} ms"
+    return {"ms": (after.start_ns - before.end_ns) / 1e6, "before_step": after.step, "host": host}
 
 
 class Transformers:
