@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from asyncsched.runs import IntArray
 from sim.fitting import FloatArray, corners_of, fit, hats, ramps, ratios
-from sim.profile import LARGE_SEQS
+from sim.profile import LARGE_SEQS, splits
 
 FEW = 8  # steps of a run that say something about the run
 TOKEN_CORNERS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384)
 KV_CORNERS = tuple(1024 * 4**power for power in range(7))
-WHOLE_SEQS = (1, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+WHOLE_SEQS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LIMIT_TRUST = 0.02  # in a sample that is an upper limit only
 # how long steps may be slower behind a large prefill; one of these is chosen
 HOT_MS = (40.0, 60.0, 80.0, 100.0, 125.0, 160.0)
@@ -167,8 +167,9 @@ def _whole_seqs(steps: ComputeSteps, common: _Common) -> int:
             total += float(np.minimum(errors, 0.2).sum())
         return total
 
-    largest = int(steps.size[steps.decode].max())  # from there on all are the same
-    return min(WHOLE_SEQS[: bisect_left(WHOLE_SEQS, largest) + 1], key=leftover)
+    largest = int(steps.size[steps.decode].max())
+    candidates = WHOLE_SEQS[: bisect_left(WHOLE_SEQS, 2 * largest)]  # twice as many halve all shares: no other fit
+    return min(candidates, key=leftover)
 
 
 def _contention(steps: ComputeSteps, train: Mask, common: _Common) -> float:
@@ -252,7 +253,8 @@ def _fit_decodes(
 
 def _longest(steps: ComputeSteps, values: dict[str, Any]) -> FloatArray:
     """KV positions of the longest decode that one program reads."""
-    return np.asarray(np.minimum(steps.rows / values["whole_seqs"], 1.0) * steps.longest)
+    programs = np.array([splits(values["whole_seqs"], rows) for rows in range(int(steps.rows.max(initial=0)) + 1)])
+    return np.asarray(steps.longest / programs[steps.rows])
 
 
 def _fit_prefills(

@@ -17,7 +17,7 @@ from asyncsched.timeline import LANES as NAMES
 from asyncsched.timeline import LaneAccount, Span, StepTimes, Timeline
 from sim.draws import FloatArray, Stream, generator
 from sim.lanes import COMPUTE, D2H, H2D, HOST
-from sim.profile import HOT_TOKENS, QUANTILES, HostPrice, PrefillPrice, Profile, jitter_of_step
+from sim.profile import HOT_TOKENS, QUANTILES, HostPrice, PrefillPrice, Profile, jitter_of_step, splits
 
 BLOCK = 1024  # multipliers drawn at a time
 
@@ -115,11 +115,11 @@ class MeasuredCosts:
         if kind == "decode":
             size = shape.bucket or shape.num_seqs
             price = _between(size, *self._decode) + _between(shape.kv_tokens, *self._kv)
-            price += gpu.us_per_longest * longest * min(size / gpu.whole_seqs, 1.0)
+            price += gpu.us_per_longest * longest / splits(gpu.whole_seqs, size)
             price *= self._run
         else:
             rows = min(shape.mixed_bucket, self._seats) if padded else shape.num_decodes
-            price = self._prefill[padded].us(shape, longest * min(rows / gpu.whole_seqs, 1.0))
+            price = self._prefill[padded].us(shape, longest / splits(gpu.whole_seqs, rows))
         if since < gpu.hot_ms * 1e6:
             hot = gpu.hot_decode if kind == "decode" else gpu.hot_padded if padded else 0.0
             price *= 1 + hot * (1 - since / (gpu.hot_ms * 1e6))

@@ -26,6 +26,9 @@ HOT_TOKENS = 1024
 QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 """Where the tables of ratios are cut."""
 
+MAX_SPLITS = 64
+"""Programs that share one sequence, at most."""
+
 Factor = Annotated[float, Field(ge=0.01, le=100)]
 Ratios = Annotated[
     tuple[Annotated[float, Field(ge=0, le=1e6)], ...],
@@ -114,8 +117,8 @@ class PrefillPrice(Section):
 
     tokens, tokens_us        all tokens of a step, padded ones too, and what it takes
     us_per_context_token     KV positions that it reads and does not compute, summed over sequences
-    us_per_longest           KV positions of its longest decode, split as in a decode step; a captured step splits it as
-                             if every seat of the engine had a decode
+    us_per_longest           KV positions that a program reads of its longest decode, split as in a decode step; a
+                             captured step splits it as if every seat of the engine had a decode
     us_per_attn_pair         pairs of query and key
     us_per_token_and_decode  tokens of steps that have decodes as well
     """
@@ -138,8 +141,8 @@ class GpuProfile(Section):
 
     decode_seqs, decode_us   sequences of a decode step (its bucket where it is padded), and what it takes
     kv_tokens, kv_us         KV positions that a decode step reads, summed over sequences, and what that adds
-    us_per_longest, whole_seqs   per KV position of its longest sequence, which is split among programs in smaller
-                             batches: from `whole_seqs` sequences it counts whole, with half of them half
+    us_per_longest, whole_seqs   per KV position that a program reads of the longest sequence. Batches of fewer than
+                             `whole_seqs` sequences split it: see `splits`
     eager, padded            steps that prefill: launched kernel by kernel, and padded to a mixed bucket
     idle_start_us            more where the lane had nothing to do before: it waits for its first kernel
     gap_us                   between two steps that follow one another at once
@@ -169,6 +172,12 @@ class GpuProfile(Section):
         _check_line(self, "decode_seqs", "decode_us")
         _check_line(self, "kv_tokens", "kv_us")
         return self
+
+
+def splits(whole_seqs: int, seqs: int) -> int:
+    """Programs that share each sequence of a batch of so many: the largest power of two with which these are no more
+    than `whole_seqs`. 1 for larger batches, MAX_SPLITS at most."""
+    return int(min(1 << (max(whole_seqs // max(seqs, 1), 1).bit_length() - 1), MAX_SPLITS))
 
 
 class JitterProfile(Section):

@@ -44,7 +44,7 @@ PLANTED = {
         "kv_tokens": [0, 100_000],
         "kv_us": [0.0, 4000.0],
         "us_per_longest": 0.9,
-        "whole_seqs": 24,
+        "whole_seqs": 32,
         "eager": PREFILL,
         "padded": {**PREFILL, "us_per_longest": 1.5},
         "idle_start_us": 40.0,

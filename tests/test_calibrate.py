@@ -95,7 +95,7 @@ def test_steps_on_the_compute_lane_are_found(found: Profile) -> None:
         expected = np.interp(size, theirs.decode_seqs, theirs.decode_us)
         assert np.interp(size, mine.decode_seqs, mine.decode_us) == pytest.approx(expected, rel=1e-3)
     assert mine.us_per_longest == pytest.approx(0.9, rel=0.02)
-    assert mine.whole_seqs == 24
+    assert mine.whole_seqs == 32
     for size in (600, 800, 1000):  # shorter ones wait for their launch: nobody can tell
         expected = np.interp(size, theirs.eager.tokens, theirs.eager.tokens_us)
         assert np.interp(size, mine.eager.tokens, mine.eager.tokens_us) == pytest.approx(expected, rel=0.01)
@@ -129,13 +129,20 @@ def test_captured_steps_with_prefills_are_found() -> None:
 
 
 def test_engines_with_other_seats_have_other_captured_steps() -> None:
-    """Their longest decode is split among as many programs as there are seats; with 8, a third of it counts."""
+    """Their longest decode is split among as many programs as there are seats; with 8, a quarter of it counts."""
     few: dict[str, Any] = {"max_num_seqs": 8, "decode_buckets": (1, 2, 4, 8)}
     asked = [run for depth in (1, 2) for other in ({}, few) for run in workloads(depth, mixed_buckets=SMALL, **other)]
     runs = [happened(run, TRUTH) for run in asked]
     found = calibrate(runs)
-    assert found.gpu.whole_seqs == 24
+    assert found.gpu.whole_seqs == 32
     assert found.gpu.padded.us_per_longest == pytest.approx(1.5, rel=0.01)
+
+
+def test_no_batch_needs_to_be_whole_for_the_splits_to_be_found() -> None:
+    """From 48 sequences on, planted, where no run has more than 32: 24 and 16 are halved, 8 are quartered."""
+    truth = Profile.from_dict({**PLANTED, "gpu": {**PLANTED["gpu"], "whole_seqs": 48}})  # type: ignore[dict-item]
+    found = calibrate([happened(run, truth) for depth in (1, 2) for run in workloads(depth)]).gpu
+    assert (found.whole_seqs, found.us_per_longest) == (48, pytest.approx(0.9, rel=0.02))
 
 
 WRONG: dict[str, tuple[dict[str, object], Callable[[Validation], bool]]] = {

@@ -118,9 +118,10 @@ def test_beyond_the_last_corner_a_line_goes_on() -> None:
     assert period_us(wide) - period_us(narrow) == pytest.approx(100 * (25 - 9))
 
 
-def test_the_longest_sequence_counts_by_the_share_of_a_full_batch() -> None:
-    """Half of it with half of the sequences from which it counts whole, and never more than whole."""
-    for whole, share in ((8, 0.5), (4, 1.0), (2, 1.0)):
+def test_the_longest_sequence_is_split_among_a_power_of_two_of_programs() -> None:
+    """Of a batch of 4: halved where that makes no more sequences than count whole, not cut in three, and never cut in
+    more than MAX_SPLITS."""
+    for whole, share in ((2, 1.0), (4, 1.0), (7, 1.0), (8, 0.5), (12, 0.5), (15, 0.5), (16, 0.25), (4000, 1 / 64)):
         slow = priced(gpu={"us_per_longest": 3.0, "whole_seqs": whole})
         runs = [predict(wanted("odd", 1, [10, 10, 10, 200], [30] * 4), profile) for profile in (priced(), slow)]
         plain, dear = (run.steps.duration("compute")[run.steps.kind == "decode"] for run in runs)
@@ -175,12 +176,14 @@ def test_who_drives_the_engine_hands_arrivals_over_behind_a_delivery() -> None:
     assert idle.steps.start("plan")[3] == 80_003_000  # an engine without work takes it at once, for 3 us
 
 
-@pytest.mark.parametrize(("seats", "bucket", "share"), [(4, 32, 0.5), (8, 32, 1.0), (32, 32, 1.0), (32, 4, 0.5)])
+@pytest.mark.parametrize(
+    ("seats", "bucket", "share"), [(4, 32, 0.5), (5, 32, 1.0), (8, 32, 1.0), (32, 32, 1.0), (32, 4, 0.5)]
+)
 def test_a_captured_step_splits_its_longest_decode_as_if_every_seat_had_one(
     seats: int, bucket: int, share: float
 ) -> None:
-    """Half of its positions count with half of the seats from which they count whole, and a bucket of 4 has no more
-    decodes than 4. A prefill's positions do not count."""
+    """Half of its positions count with half of the seats from which they count whole, all of them with more, and a
+    bucket of 4 has no more decodes than 4. A prefill's positions do not count."""
     asked = wanted(
         "two", 1, [10, 3], [30, 30], [0.0, 0.5], max_num_seqs=seats, mixed_buckets=(bucket,), decode_buckets=()
     )

@@ -25,6 +25,7 @@ if not (torch.cuda.is_available() or INTERPRETED):
 pytest.importorskip("triton", reason="triton is not installed")
 
 from executors.triton_attention import MAX_SPLITS, TritonAttention  # noqa: E402  # needs triton
+from sim.profile import splits  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
@@ -293,3 +294,11 @@ def test_a_cache_of_more_than_two_billion_elements() -> None:
     case.view.kv_positions.add_(shift * 16)
     far = case._replace(kv=KvCache((keys,), (values,), 16))
     assert_close(far.run(TritonAttention(target_programs=64), rule), expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8])
+def test_the_simulator_splits_decodes_as_the_kernel_does(kv_heads: int) -> None:
+    """Profiles price a program's share of the longest sequence; contexts are long enough for all splits."""
+    backend = TritonAttention(target_programs=132 * 8)
+    for seqs in range(1, 300):
+        assert splits(132 * 8 // kv_heads, seqs) == backend._splits(seqs * kv_heads, 4096), seqs
