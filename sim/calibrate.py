@@ -18,11 +18,11 @@ from asyncsched.errors import ConfigError
 from asyncsched.runs import UNKNOWN, IntArray, Run
 from sim.cold import COLD_KINDS, NOT_COLD, Cold, fit_cold
 from sim.compute_fit import FEW, ComputeSteps, Mask, fit_compute, workloads_of
-from sim.fitting import FloatArray, fit, hats, quality, ratios
+from sim.compute_jitter import compute_jitter
+from sim.fitting import FloatArray, fit, quality, ratios
 from sim.host_speed import SPEED_KINDS, fit_probe, fit_speed, probe_us
 from sim.predict import longest_contexts, seats, since_prefills
 from sim.profile import (
-    LARGE_SEQS,
     STEP_KINDS,
     CopyProfile,
     FitItem,
@@ -35,7 +35,6 @@ from sim.profile import (
 from sim.subject import differing_facts
 
 SLOWEST = 10  # times slower than usual is somebody else's work
-FEW_LARGE = 100  # decode steps, from which large and small ones have a table each
 TAIL_NS = 300_000  # a step that ends so soon after its launch may have waited for it
 
 
@@ -404,22 +403,8 @@ def _gpu(samples: Samples) -> tuple[GpuProfile, dict[str, FitItem], dict[str, An
                 name: samples.sizes[name][computed][rows] for name in ("num_seqs", "num_prefill_tokens", "kv_tokens")
             }
             items[f"gpu.{kind}"] = quality(steps.duration[rows], found.predicted[rows], sizes)
-    large = steps.decode & (samples.sizes["num_seqs"][computed] >= LARGE_SEQS)
-    if min(np.count_nonzero(large), np.count_nonzero(steps.decode & ~large)) < FEW_LARGE:
-        large[:] = False
     gpu = GpuProfile(**found.values, gap_us=max(gap, 0.0))
-    prefills = ~steps.decode & steps.free
-    tables = {  # of which steps; their corners, and how many prices they have besides
-        "decode": (steps.decode & ~large, gpu.decode_seqs, len(gpu.kv_us)),
-        "decode_large": (large, gpu.decode_seqs, len(gpu.kv_us)),
-        "eager": (prefills & ~steps.padded, gpu.eager.tokens, 3),
-        "padded": (prefills & steps.padded, gpu.padded.tokens, 4),
-    }
-    jitter: dict[str, Any] = {"run": found.run}
-    for name, (rows, corners, more) in tables.items():
-        near = sum(bool(hat.any()) for hat in hats(steps.size[rows], corners))
-        jitter[name] = ratios(steps.duration[rows], found.within[rows], near + more)
-    return gpu, items, jitter
+    return gpu, items, compute_jitter(steps, found, gpu)
 
 
 def _middle(values: FloatArray) -> float:

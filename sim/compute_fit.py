@@ -8,7 +8,7 @@ least over. How far off a fit is for a workload that it has not seen is found by
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,19 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncsched.runs import IntArray
-from sim.fitting import FloatArray, corners_of, fit, hats, ramps, ratios
+from sim.fitting import FloatArray, corners_of, fit, hats, ramps
 from sim.profile import LARGE_SEQS, splits
 
-FEW = 8  # steps of a run that say something about the run
+FEW = 8  # steps that say something about a factor on them
+NEAR = 3  # steps near a corner that say what it is
 TOKEN_CORNERS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384)
 KV_CORNERS = tuple(1024 * 4**power for power in range(7))
 WHOLE_SEQS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LIMIT_TRUST = 0.02  # in a sample that is an upper limit only
 # how long steps may be slower behind a large prefill; one of these is chosen
 HOT_MS = (40.0, 60.0, 80.0, 100.0, 125.0, 160.0)
-BETWEEN = 1 / 2
-"""Where truth lies between fits that know a workload and fits that have lost it. Where a workload has the share h in
-its own prediction, errors with it spread too little by the root of 1 - h, and errors without it too far by as much."""
 
 Mask = NDArray[np.bool_]
 
@@ -70,19 +68,20 @@ class ComputeSteps:
     workload: IntArray
     inline: bool
 
+    @property
+    def large(self) -> Mask:
+        """Decode steps, padded ones included, of LARGE_SEQS and more."""
+        return self.decode & (self.size >= LARGE_SEQS)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComputeFit:
-    """`values` are keys of GpuProfile. `predicted` is of every step, those that were not fitted too.
-
-    run         measured over predicted of whole runs' decodes, as a table of ratios
-    within      each step as it is predicted once it is known how slow its run was (unless runs have no table)
-    """
+    """`values` are keys of GpuProfile. `predicted` is of every step, those that were not fitted too; `unseen` by a fit
+    that has lost the step's workload, NaN where the others do not tell what such a step takes."""
 
     values: dict[str, Any]
     predicted: FloatArray
-    within: FloatArray
-    run: tuple[float, ...]
+    unseen: FloatArray
 
 
 class _Common(NamedTuple):
@@ -117,19 +116,7 @@ def fit_compute(steps: ComputeSteps) -> ComputeFit:
         common = common._replace(contention=_contention(steps, everything, common))
         common = _hot(steps, common)
     values, predicted = _fit(steps, everything, common)
-    unseen = _unseen(steps, common)
-    within, of_runs = predicted.copy(), []
-    for number in range(int(steps.run.max(initial=-1)) + 1):
-        mine = steps.decode & (steps.run == number)
-        if np.count_nonzero(mine) < FEW:
-            continue
-        took = steps.duration[mine].sum()
-        knowing, without = took / predicted[mine].sum(), took / unseen[mine].sum()
-        within[mine] *= knowing
-        of_runs.append(knowing if np.isnan(without) else knowing ** (1 - BETWEEN) * without**BETWEEN)
-    if len(of_runs) < 3:
-        return ComputeFit(values, predicted, predicted, ())
-    return ComputeFit(values, predicted, within, ratios(np.array(of_runs), np.ones(len(of_runs))))
+    return ComputeFit(values, predicted, _unseen(steps, common, values))
 
 
 def _hot(steps: ComputeSteps, common: _Common) -> _Common:
@@ -162,7 +149,8 @@ def _whole_seqs(steps: ComputeSteps, common: _Common) -> int:
 
     def leftover(whole: int) -> float:
         total, tried = 0.0, common._replace(whole_seqs=whole)
-        for guess in (_fit(steps, steps.decode, tried)[1], _unseen(steps, tried, decodes_only=True)):
+        values, known = _fit(steps, steps.decode, tried)
+        for guess in (known, _unseen(steps, tried, values, decodes_only=True)):
             errors = np.abs(guess / steps.duration - 1)[steps.decode & ~np.isnan(guess)]
             total += float(np.minimum(errors, 0.2).sum())
         return total
@@ -191,20 +179,34 @@ def _contention(steps: ComputeSteps, train: Mask, common: _Common) -> float:
     return found
 
 
-def _unseen(steps: ComputeSteps, common: _Common, decodes_only: bool = False) -> FloatArray:
-    """Each step as fits predict it that know nothing of its workload; NaN where its sizes are beyond all they know."""
+def _unseen(steps: ComputeSteps, common: _Common, values: Mapping[str, Any], decodes_only: bool = False) -> FloatArray:
+    """Each step as fits predict it that know nothing of its workload; NaN where these have too few of its size.
+    `values` are of the fit to all."""
     predicted = np.full(len(steps.duration), np.nan)
     workloads = np.unique(steps.workload)
     if len(workloads) < 3:
         return predicted
+    prefills = [(~steps.decode & (steps.padded == (name == "padded")), name) for name in ("eager", "padded")]
+    kinds = [(steps.decode, values.get("decode_seqs", ()))] if steps.decode.any() else []
+    kinds += [(rows, values[name]["tokens"]) for rows, name in prefills if rows.any() and not decodes_only]
     for workload in workloads:
         mine = steps.workload == workload
         guess = _fit(steps, ~mine & (steps.decode | (not decodes_only)), common)[1]
-        for rows in (steps.decode, ~steps.decode):
-            theirs, ours = steps.size[rows & ~mine], steps.size[rows & mine]
-            if len(theirs) and len(ours) and theirs.min() <= ours.min() and ours.max() <= theirs.max():
-                predicted[rows & mine] = guess[rows & mine]
+        for rows, corners in kinds:
+            told = rows & mine & _told(steps.size, rows & ~mine, corners)
+            predicted[told] = guess[told]
     return predicted
+
+
+def _told(sizes: IntArray, others: Mask, corners: Sequence[int]) -> Mask:
+    """Sizes of which others tell what they take: they have larger and smaller ones, and enough near each corner that a
+    size is near. Without them that corner would be missing, which says nothing of fits that have it."""
+    if not others.any():
+        return np.zeros_like(others)
+    near = np.stack(hats(sizes, corners), axis=1) > 0
+    enough = np.count_nonzero(near[others], axis=0) >= NEAR
+    between = (sizes[others].min() <= sizes) & (sizes <= sizes[others].max())
+    return np.asarray(between & (enough | ~near).all(axis=1))
 
 
 def _fit(steps: ComputeSteps, train: Mask, common: _Common) -> tuple[dict[str, Any], FloatArray]:
@@ -225,7 +227,7 @@ def _fit_decodes(
 ) -> None:
     fitted = steps.decode & train
     sizes, counts = np.unique(steps.size[fitted], return_counts=True)
-    corners = [int(size) for size, count in zip(sizes, counts, strict=True) if count >= 3] or [int(sizes[0])]
+    corners = [int(size) for size, count in zip(sizes, counts, strict=True) if count >= NEAR] or [int(sizes[0])]
     kv = steps.kv_tokens[fitted]
     kv_corners = corners_of(kv, KV_CORNERS, len(kv) // 20 + 3)[1:] or [int(kv.max())]
     idle = steps.idle[fitted]
@@ -269,7 +271,7 @@ def _fit_prefills(
     rows = ~steps.decode & (steps.padded == padded)
     fitted = (rows if padded else ~steps.decode) & train
     sizes = steps.size[fitted]
-    corners = np.unique(sizes).tolist() if padded else corners_of(sizes, TOKEN_CORNERS, 3)
+    corners = np.unique(sizes).tolist() if padded else corners_of(sizes, TOKEN_CORNERS, NEAR)
     start = np.where(steps.idle, values["idle_start_us"], 0.0)
     names = ["us_per_attn_pair", "us_per_token_and_decode", "us_per_context_token", "us_per_longest"]
 

@@ -124,14 +124,23 @@ def corners_of(sizes: NDArray[np.int64], wanted: Sequence[int], least: int) -> l
     return corners if high == low else [*corners, high]
 
 
-def ratios(measured: FloatArray, predicted: FloatArray, unknowns: int = 0) -> tuple[float, ...]:
-    """Measured over predicted as the table that `MeasuredCosts` draws from, scaled to draw 1 on average. A fit of so
-    many unknowns is closer to its own samples than to others: the table is as wide as that makes it too narrow."""
-    if len(measured) < 2:
+def ratios(measured: FloatArray, predicted: FloatArray) -> tuple[float, ...]:
+    """The table of measured over predicted."""
+    return table_of(measured / np.maximum(predicted, 1e-12))
+
+
+def widened(ratios: FloatArray, unknowns: int) -> FloatArray:
+    """Measured over predicted of samples that others are like: a fit of so many unknowns is closer to its own samples
+    than to others, and ratios are farther from 1 by as much as that makes them too close."""
+    spread = np.sqrt(len(ratios) / max(len(ratios) - unknowns, len(ratios) / 4, 1))
+    return np.asarray(np.maximum(1 + spread * (ratios - 1), 0.0))
+
+
+def table_of(ratios: FloatArray) -> tuple[float, ...]:
+    """Ratios as the table that `MeasuredCosts` draws from, scaled to draw 1 on average; none of fewer than two."""
+    if len(ratios) < 2:
         return ()
-    table = np.quantile(measured / np.maximum(predicted, 1e-12), QUANTILES)
-    spread = np.sqrt(len(measured) / max(len(measured) - unknowns, len(measured) / 4))
-    table = np.maximum(1 + spread * (table - 1), 0.0)
+    table = np.quantile(ratios, QUANTILES)
     mean = float(np.trapezoid(table, QUANTILES))
     return tuple((table / mean).tolist()) if mean > 0 else ()
 

@@ -17,7 +17,7 @@ from asyncsched.timeline import LANES as NAMES
 from asyncsched.timeline import LaneAccount, Span, StepTimes, Timeline
 from sim.draws import FloatArray, Stream, generator
 from sim.lanes import COMPUTE, D2H, H2D, HOST
-from sim.profile import HOT_TOKENS, QUANTILES, HostPrice, PrefillPrice, Profile, jitter_of_step, splits
+from sim.profile import HOT_TOKENS, LARGE_SEQS, QUANTILES, HostPrice, JitterProfile, PrefillPrice, Profile, splits
 
 BLOCK = 1024  # multipliers drawn at a time
 
@@ -42,6 +42,20 @@ def step_kind(shape: StepShape) -> str:
     if not shape.num_prefill_tokens:
         return "decode"
     return "mixed" if shape.num_decodes else "prefill"
+
+
+def padded_seqs(shape: StepShape) -> int:
+    """Sequences that a decode step computes."""
+    return shape.bucket or shape.num_seqs
+
+
+def jitter_of(jitter: JitterProfile, shape: StepShape) -> tuple[str, str]:
+    """The names of the tables of a step and of what its run has in common, "" where that is in the first."""
+    if shape.num_prefill_tokens:
+        return ("padded" if shape.mixed_bucket else "eager"), ""
+    if padded_seqs(shape) < LARGE_SEQS:
+        return "decode", "run"
+    return "decode_large" if jitter.decode_large else "decode", "run_large" if jitter.run_large else "run"
 
 
 class MeasuredCosts:
@@ -82,8 +96,10 @@ class MeasuredCosts:
         self._draws: dict[Stream, tuple[int, list[float]]] = {}
         self._speed = _Speed(profile, seed, replica)
         draw = 0.5 if seed is None else generator(seed, Stream.RUN, 0, replica).random()
-        table = profile.jitter.run
-        self._run = float(np.interp(draw, QUANTILES, table)) if seed is not None and table else 1.0
+        self._run = {"": 1.0}  # a run is slow in all its steps, as far as each kind of them goes
+        for name in ("run", "run_large"):
+            table = getattr(profile.jitter, name)
+            self._run[name] = float(np.interp(draw, QUANTILES, table)) if seed is not None and table else 1.0
 
     def host_ns(self, kind: str, shape: StepShape, step: int, busy: bool, now: int = 0) -> int:
         """Host work that begins at `now`; `busy`: the compute lane computes beside it."""
@@ -113,18 +129,17 @@ class MeasuredCosts:
         gpu = self.profile.gpu
         padded = shape.mixed_bucket > 0
         if kind == "decode":
-            size = shape.bucket or shape.num_seqs
+            size = padded_seqs(shape)
             price = _between(size, *self._decode) + _between(shape.kv_tokens, *self._kv)
             price += gpu.us_per_longest * longest / splits(gpu.whole_seqs, size)
-            price *= self._run
         else:
             rows = min(shape.mixed_bucket, self._seats) if padded else shape.num_decodes
             price = self._prefill[padded].us(shape, longest / splits(gpu.whole_seqs, rows))
         if since < gpu.hot_ms * 1e6:
             hot = gpu.hot_decode if kind == "decode" else gpu.hot_padded if padded else 0.0
             price *= 1 + hot * (1 - since / (gpu.hot_ms * 1e6))
-        table = jitter_of_step(self.profile.jitter, kind, shape.num_seqs, padded)
-        price *= self._factor * self._multiplier(table, step)
+        table, of_run = jitter_of(self.profile.jitter, shape)
+        price *= self._factor * self._run[of_run] * self._multiplier(table, step)
         return round(price + (self._idle_start if idle else 0.0))
 
     def copy_ns(self, kind: OpKind, shape: StepShape) -> int:

@@ -20,7 +20,8 @@ SCHEMA = 1
 HOST_KINDS = ("plan", "fill", "launch", "eager_launch", "commit", "deliver")
 STEP_KINDS = ("decode", "mixed", "prefill")
 LARGE_SEQS = 64
-"""Decode steps of so many sequences and more vary by a table of their own: they are what a power limit slows down."""
+"""Decode steps of so many sequences and more, padded ones included, vary by tables of their own: they are what a power
+limit slows down."""
 HOT_TOKENS = 1024
 """A step with so many prefill tokens and more draws more power than a device may for long: its clock falls."""
 QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
@@ -183,12 +184,14 @@ def splits(whole_seqs: int, seqs: int) -> int:
 class JitterProfile(Section):
     """Measured over predicted, as quantiles at 0, 1, 5, 10, 25, 50, 75, 90, 95, 99 and 100%; mean 1. None: no jitter.
 
-    decode_large     of decode steps of LARGE_SEQS sequences and more; () where they are as the others
+    decode_large     of decode steps of LARGE_SEQS sequences and more, padded ones included; () where they are as the
+                     others
     eager, padded    of steps that prefill, by how they are launched and priced
     host             of all host work at once, over times in which the host has one speed; the tables of plan, fill,
                      launch, commit and deliver are of what is left
-    run              the same of the decode steps of whole runs: what a run has in common with itself and not with
-                     others. A run has too few other steps to tell: what it has in common is in their tables
+    run, run_large   the same of whole runs' decode steps, and of those of LARGE_SEQS sequences and more: what a run has
+                     in common with itself and not with others. () for the latter where they are as the others. A run
+                     has too few other steps to tell: what it has in common is in their tables
     """
 
     decode: Ratios = ()
@@ -203,6 +206,7 @@ class JitterProfile(Section):
     deliver: Ratios = ()
     host: Ratios = ()
     run: Ratios = ()
+    run_large: Ratios = ()
 
     @model_validator(mode="after")
     def _check_tables(self) -> Self:
@@ -211,13 +215,6 @@ class JitterProfile(Section):
             if table and (len(table) != len(QUANTILES) or list(table) != sorted(table)):
                 raise ConfigError(name, table, f"use {len(QUANTILES)} ratios in order, or none")
         return self
-
-
-def jitter_of_step(jitter: JitterProfile, kind: str, num_seqs: int, padded: bool) -> str:
-    """The name of the table for a step of a kind."""
-    if kind == "decode":
-        return "decode_large" if num_seqs >= LARGE_SEQS and jitter.decode_large else kind
-    return "padded" if padded else "eager"
 
 
 class FitItem(Section):

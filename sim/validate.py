@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +15,9 @@ from numpy.typing import NDArray
 from asyncsched.plan import StepShape
 from asyncsched.runs import SIZES, UNKNOWN, Run
 from sim.host_speed import probed
-from sim.measured import MeasuredCosts, step_kind
+from sim.measured import MeasuredCosts, jitter_of, step_kind
 from sim.predict import longest_contexts, predict, replay, seats, since_prefills
-from sim.profile import QUANTILES, STEP_KINDS, Profile, jitter_of_step
+from sim.profile import QUANTILES, STEP_KINDS, Profile
 
 STATISTICS = ("mean", "p50", "p90", "p99")
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
@@ -192,20 +193,21 @@ def coverage(run: Run, profile: Profile) -> tuple[Coverage, ...]:
     before = np.concatenate(([0], np.maximum.accumulate(steps.end("compute"))[:-1]))
     idle = steps.end("fill") >= before
     inside: dict[str, list[bool]] = {kind: [] for kind in STEP_KINDS}
-    intervals = {table: _interval(profile, table) for table in ("decode", "decode_large", "eager", "padded")}
-    launch = _interval(profile, "eager_launch")
+    interval = cache(lambda *tables: _interval(profile, *tables))
     longest, since = longest_contexts(run), since_prefills(run)
     shapes = _shapes(run)
     for row in np.flatnonzero(steps.has("compute")).tolist():
         shape = shapes[row]
         kind = step_kind(shape)
-        low, high = intervals[jitter_of_step(profile.jitter, kind, shape.num_seqs, shape.mixed_bucket > 0)]
+        low, high = interval(*jitter_of(profile.jitter, shape))
         price = costs.forward_ns(shape, int(longest[row]), 0, bool(idle[row]), float(since[row]))
         bounds = price * low, price * high
         if not shape.bucket and not shape.mixed_bucket and not costs.inline:
             head, rest = costs.launch_ns(shape, 0, busy=not idle[row])
             begun = max(int(before[row] - steps.end("fill")[row]), head)  # so far the launch is when the step starts
-            least, most = ((head + rest) * ratio - begun + costs.eager_tail_ns for ratio in launch)
+            least, most = (
+                (head + rest) * ratio - begun + costs.eager_tail_ns for ratio in interval("eager_launch", "host")
+            )
             bounds = max(bounds[0], least), max(bounds[1], most)
         duration = int(steps.duration("compute")[row])
         inside[kind].append(bounds[0] <= duration <= bounds[1])
@@ -241,14 +243,13 @@ def _shapes(run: Run) -> list[StepShape]:
     ]
 
 
-def _interval(profile: Profile, kind: str) -> tuple[float, float]:
-    """5 and 95% of measured over predicted: of steps within a run, and of runs."""
-    of_runs = {"decode": "run", "decode_large": "run", "eager_launch": "host"}
-    tables = [np.array(getattr(profile.jitter, name)) for name in (kind, of_runs.get(kind, "")) if name]
+def _interval(profile: Profile, of_steps: str, of_runs: str) -> tuple[float, float]:
+    """5 and 95% of measured over predicted, by the tables of these names: of steps within a run, and of runs."""
+    tables = [np.array(getattr(profile.jitter, name)) if name else np.zeros(0) for name in (of_steps, of_runs)]
     even = (np.arange(400) + 0.5) / 400
     draws = [np.interp(even, QUANTILES, table) if len(table) else np.ones(1) for table in tables]
     margin = (1 - COVERED) / 2
-    low, high = np.quantile(np.outer(draws[0], draws[-1] if len(draws) > 1 else np.ones(1)), (margin, 1 - margin))
+    low, high = np.quantile(np.outer(*draws), (margin, 1 - margin))
     return float(low), float(high)
 
 

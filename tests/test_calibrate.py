@@ -319,6 +319,42 @@ def test_what_a_run_has_in_common_is_counted_once() -> None:
     assert np.mean(shares) == pytest.approx(0.9, abs=0.03)
 
 
+def test_runs_of_large_batches_vary_by_a_table_of_their_own() -> None:
+    """Runs vary by 0.5%, those of large batches by 4%, steps within them by 0.5%: one table for both would be too wide
+    for the small ones, and too narrow for the large."""
+    truth = noisy()
+
+    def spread(sigma: float) -> tuple[float, ...]:
+        return tuple(1 + sigma / NOISE["decode"] * (ratio - 1) for ratio in truth.jitter.decode)
+
+    steps = {name: spread(0.005) for name in ("decode", "decode_large")}
+    planted = truth.jitter.model_copy(update={**steps, "run": spread(0.005), "run_large": spread(0.04)})
+    truth = truth.model_copy(update={"jitter": planted})
+    settings: dict[str, Any] = {"max_num_seqs": 96, "decode_buckets": (8, 32, LARGE_SEQS, 96)}
+    sizes = (8, 32, LARGE_SEQS, 96)
+    asked = [wanted(f"closed-{size}", 2, [60 + size] * size, [25] * size, **settings) for size in sizes] * 20
+    fitted = calibrate([happened(run, truth, seed=seed) for seed, run in enumerate(asked)])
+    for name, sigma in (("run", 0.005), ("run_large", 0.04)):
+        table = np.array(getattr(fitted.jitter, name))
+        assert table[-3] - table[2] == pytest.approx(2 * 1.645 * sigma, rel=0.4), name
+    one_table = fitted.model_copy(update={"jitter": fitted.jitter.model_copy(update={"run_large": ()})})
+    shares: dict[tuple[bool, bool], list[float]] = {}
+    for seed, run in enumerate(asked):
+        again = happened(run, truth, seed=1000 + seed)
+        is_large = len(again.requests) >= LARGE_SEQS
+        for profile in (fitted, one_table):
+            (share,) = (one.share for one in coverage(again, profile) if one.kind == "decode")
+            shares.setdefault((is_large, profile is fitted), []).append(share)
+    assert np.mean(shares[False, True]) == pytest.approx(0.9, abs=0.06)
+    assert np.mean(shares[True, True]) == pytest.approx(0.9, abs=0.06)
+    assert np.mean(shares[True, False]) < 0.6
+    for size, least, most in ((32, 0.0, 0.01), (96, 0.02, 0.06)):  # predictions draw from these tables, too
+        shape = StepShape(size, size, 0, size, size, 90 * size, 90 * size, size)
+        costs = [MeasuredCosts(fitted, depth=2, seats=96, seed=seed) for seed in range(20)]
+        of_runs = [np.mean([one.forward_ns(shape, 90, step, False, math.inf) for step in range(100)]) for one in costs]
+        assert least < np.std(of_runs) / np.mean(of_runs) < most
+
+
 def test_the_same_seed_predicts_the_same() -> None:
     run = wanted("closed", 2, [50] * 8, [20] * 8)
     one, again, other = (happened(run, noisy(), seed=seed) for seed in (1, 1, 2))

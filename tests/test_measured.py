@@ -1,12 +1,15 @@
 """What lanes at measured prices do, against sums worked out by hand."""
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 from planted import wanted
 
+from asyncsched.plan import StepShape
 from asyncsched.runs import Run
+from sim.measured import MeasuredCosts
 from sim.predict import predict
 from sim.profile import HOT_TOKENS, Profile
 
@@ -140,6 +143,21 @@ def test_steps_with_prefills_cost_what_they_read_and_have_beside_them() -> None:
     assert run.steps["attn_pairs"][row] == pairs
     expected = 500 + 2 * 12 + 3 * 21 + 0.5 * pairs + 7 * 12 + 20
     assert run.steps.duration("compute")[row] / 1e3 == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("seqs", "bucket", "large"), [(58, 64, True), (64, 0, True), (58, 0, False), (50, 56, False)])
+def test_a_step_is_large_by_what_it_computes(seqs: int, bucket: int, large: bool) -> None:
+    """Padded to 64 sequences it draws the power of 64."""
+    slow, one = (2.0,) * 11, (1.0,) * 11
+    shape = StepShape(seqs, seqs, 0, seqs, seqs, 10, 10, bucket)
+    for name in ("decode_large", "run_large"):
+        other = {"decode_large": one, "run_large": one, "decode": one, "run": one, name: slow}
+        profile = Profile.from_dict({**BASE, "jitter": other})
+        plain, drawn = (
+            MeasuredCosts(profile, depth=1, seats=64, seed=seed).forward_ns(shape, 10, 0, False, math.inf)
+            for seed in (None, 1)
+        )
+        assert drawn == plain * (2 if large else 1)
 
 
 def test_a_host_keeps_its_speed_for_a_while() -> None:

@@ -1,0 +1,81 @@
+"""Tables of what varies are as wide as what they will be held against: workloads that the fit has not seen."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import ArrayLike
+
+from sim.compute_fit import ComputeFit, ComputeSteps, fit_compute
+from sim.compute_jitter import compute_jitter
+from sim.profile import QUANTILES, GpuProfile
+
+BUCKETS = (64, 128, 192, 256)
+LOW, HIGH = QUANTILES.index(0.05), QUANTILES.index(0.95)
+
+
+def captured(sizes: Sequence[int], workload: Sequence[int], factor: ArrayLike) -> ComputeSteps:
+    """Captured prefills that take 1 ms and 10 us per token, times a factor each."""
+    count = len(sizes)
+    zeros, false = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=bool)
+    size, number = np.array(sizes), np.array(workload)
+    return ComputeSteps(
+        duration=(1000.0 + 10.0 * size) * np.array(factor),
+        decode=false,
+        size=size,
+        padded=~false,
+        kv_tokens=size,
+        context=zeros,
+        longest=zeros,
+        rows=zeros,
+        since=np.full(count, np.inf),
+        attn_pairs=zeros,
+        overlap=~false,
+        idle=false,
+        free=~false,
+        beside=false,
+        run=number,
+        workload=number,
+        inline=False,
+    )
+
+
+def width(steps: ComputeSteps, found: ComputeFit) -> float:
+    """Of the middle nine tenths of captured steps with prefills."""
+    table = compute_jitter(steps, found, GpuProfile(**found.values))["padded"]
+    return table[HIGH] - table[LOW]
+
+
+def test_what_workloads_have_in_common_is_in_the_table_of_captured_prefills_as_others_will_see_it() -> None:
+    """Each of three workloads takes 3% more or less, by bucket. It has a third of its own prediction: errors within the
+    fit are too close by a fifth, those of fits without it too far by as much."""
+    random = np.random.default_rng(3)
+    found = []
+    for _ in range(30):
+        of_workloads = 1 + 0.03 * random.standard_normal((3, len(BUCKETS)))
+        asked = [(size, one, of_workloads[one, place]) for one in range(3) for place, size in enumerate(BUCKETS)] * 10
+        steps = captured(*zip(*asked, strict=True))
+        fitted = fit_compute(steps)
+        found.append([width(steps, fitted), *_widths(steps, fitted)])
+    mine, knowing, unseen = np.mean(found, axis=0) / (2 * 1.645 * 0.03)
+    assert mine == pytest.approx(1.0, abs=0.08)
+    assert knowing < 0.87
+    assert unseen > 1.15
+
+
+def _widths(steps: ComputeSteps, found: ComputeFit) -> list[float]:
+    """Of measured over predicted, by fits that know the workload and by fits that do not."""
+    both = (np.quantile(steps.duration / one, (0.05, 0.95)) for one in (found.predicted, found.unseen))
+    return [float(high - low) for low, high in both]
+
+
+def test_a_captured_size_that_one_workload_alone_has_says_nothing_of_others() -> None:
+    """It takes a quarter less than the line through its neighbours, and without that workload nobody knew: but who
+    has it in the profile does."""
+    random = np.random.default_rng(4)
+    asked = [(size, one, 1.0) for size in BUCKETS for one in range(4)] * 20 + [(160, 0, 0.75)] * 60
+    sizes, workloads, factors = zip(*asked, strict=True)
+    steps = captured(sizes, workloads, factors * (1 + 0.01 * random.standard_normal(len(asked))))
+    found = fit_compute(steps)
+    assert np.isnan(found.unseen).tolist() == (steps.size == 160).tolist()
+    assert width(steps, found) == pytest.approx(2 * 1.645 * 0.01, rel=0.15)
