@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from asyncsched.errors import ConfigError
 from asyncsched.runs import UNKNOWN, IntArray, Run
 from sim.cold import COLD_KINDS, NOT_COLD, Cold, fit_cold
-from sim.compute_fit import FEW, ComputeSteps, Mask, fit_compute, workloads_of
+from sim.compute_fit import FEW, HOT_MS, ComputeSteps, Mask, fit_compute, workloads_of
 from sim.compute_jitter import compute_jitter
 from sim.fitting import FloatArray, fit, quality, ratios
 from sim.host_speed import SPEED_KINDS, fit_probe, fit_speed, probe_us
-from sim.predict import longest_contexts, seats, since_prefills
+from sim.predict import heats, longest_contexts, seats
 from sim.profile import (
     STEP_KINDS,
     CopyProfile,
@@ -69,7 +69,7 @@ class Samples:
     overlap   the run had several steps in flight
     busy      the compute lane was computing when this kind of host work began
     idle      the compute lane had nothing to do when the step was enqueued
-    since     since a large prefill ended; `seats` of its run's engine
+    heat      as in ComputeSteps; `seats` of its run's engine
     delay     how long the host was kept busy in each step of the run
     """
 
@@ -88,7 +88,7 @@ class Samples:
     planned: FloatArray
     context: IntArray
     longest: IntArray
-    since: FloatArray
+    heat: FloatArray
     seats: IntArray
     gap: FloatArray
     workload: IntArray
@@ -180,7 +180,7 @@ def _samples(run: Run, number: int, workload: int) -> Samples:
         planned=_us(steps.start("plan")),
         context=np.maximum(steps["kv_tokens"] - steps["num_prefill_tokens"], 0),
         longest=longest_contexts(run),
-        since=since_prefills(run) / 1e3,
+        heat=np.stack([heats(run, hot_ms) for hot_ms in HOT_MS], axis=1),
         seats=np.full(count, seats(run)),
         gap=_us(steps.start("compute") - before),
         workload=np.full(count, workload),
@@ -384,7 +384,7 @@ def _gpu(samples: Samples) -> tuple[GpuProfile, dict[str, FitItem], dict[str, An
         context=samples.context[computed],
         longest=samples.longest[computed],
         rows=np.where(decode, size, np.minimum(mixed, samples.seats))[computed],
-        since=samples.since[computed],
+        heat=samples.heat[computed],
         attn_pairs=samples.sizes["attn_pairs"][computed],
         overlap=samples.overlap[computed],
         idle=samples.idle[computed],

@@ -25,7 +25,7 @@ TOKEN_CORNERS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 307
 KV_CORNERS = tuple(1024 * 4**power for power in range(7))
 WHOLE_SEQS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LIMIT_TRUST = 0.02  # in a sample that is an upper limit only
-# how long steps may be slower behind a large prefill; one of these is chosen
+# how long a large prefill may be felt; one of these is chosen
 HOT_MS = (40.0, 60.0, 80.0, 100.0, 125.0, 160.0)
 
 Mask = NDArray[np.bool_]
@@ -41,7 +41,7 @@ class ComputeSteps:
     context   KV positions that it reads and does not compute; `longest` is of the longest decode
     rows      sequences among whose programs that one is split: of a decode step its size, of a captured one that
               prefills as many decodes as it has seats for
-    since     since a prefill of HOT_TOKENS ended; inf without one
+    heat      when the step began, as `measured.Heat` says, for each of HOT_MS: [steps, len(HOT_MS)]
     beside    it prefills, and has decodes as well
     overlap   several steps were in flight
     idle      the lane had nothing to do when the step was enqueued
@@ -58,7 +58,7 @@ class ComputeSteps:
     context: IntArray
     longest: IntArray
     rows: IntArray
-    since: FloatArray
+    heat: FloatArray
     attn_pairs: IntArray
     overlap: Mask
     idle: Mask
@@ -103,8 +103,8 @@ class _Common(NamedTuple):
         return np.asarray(1 + hot * self.heat(steps))
 
     def heat(self, steps: ComputeSteps) -> FloatArray:
-        """1 right behind a large prefill, 0 from `hot_ms` on."""
-        return np.maximum(1 - steps.since / (1e3 * self.hot_ms), 0.0)
+        """The share of the last `hot_ms` that was spent in large prefills."""
+        return np.asarray(steps.heat[:, HOT_MS.index(self.hot_ms)])
 
 
 def fit_compute(steps: ComputeSteps) -> ComputeFit:
@@ -123,8 +123,7 @@ def _hot(steps: ComputeSteps, common: _Common) -> _Common:
     """How much longer steps take behind large prefills, and for how long: what leaves the least of the decodes over."""
     everything = np.ones(len(steps.duration), dtype=bool)
     kinds = {"hot_decode": steps.decode, "hot_padded": ~steps.decode & steps.padded}
-    behind = steps.decode & np.isfinite(steps.since)
-    if not behind.any():
+    if not steps.heat.any():
         return common
     found = []
     for hot_ms in HOT_MS:
@@ -136,7 +135,7 @@ def _hot(steps: ComputeSteps, common: _Common) -> _Common:
                 if min(np.count_nonzero(heat[rows]), np.count_nonzero(heat[rows] == 0)) >= FEW:
                     base, more = fit([plain[rows], plain[rows] * heat[rows]], steps.duration[rows]).coefficients
                     tried = _Common(**{**tried._asdict(), name: float(more / base)})
-        errors = np.abs(_fit(steps, everything, tried)[1] / steps.duration - 1)[behind]
+        errors = np.abs(_fit(steps, everything, tried)[1] / steps.duration - 1)[steps.decode]
         found.append((float(np.minimum(errors, 0.2).sum()), tried))
     return min(found, key=lambda one: one[0])[1]
 

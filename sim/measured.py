@@ -8,6 +8,7 @@ time. Order still comes from the program alone.
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import numpy as np
 
@@ -56,6 +57,28 @@ def jitter_of(jitter: JitterProfile, shape: StepShape) -> tuple[str, str]:
     if padded_seqs(shape) < LARGE_SEQS:
         return "decode", "run"
     return "decode_large" if jitter.decode_large else "decode", "run_large" if jitter.run_large else "run"
+
+
+class Heat:
+    """What share of the last `hot_ms` the compute lane spent in prefills of HOT_TOKENS and more: these draw more power
+    than the device may for long, and lower its clock. Asked for times that never fall, in nanoseconds."""
+
+    def __init__(self, hot_ms: float) -> None:
+        self._window = hot_ms * 1e6
+        self._prefills: deque[tuple[int, int]] = deque()
+
+    def computed(self, num_prefill_tokens: int, start: int, end: int) -> None:
+        """A step was."""
+        if num_prefill_tokens >= HOT_TOKENS and self._window:
+            self._prefills.append((start, end))
+
+    def at(self, now: int) -> float:
+        since = now - self._window
+        while self._prefills and self._prefills[0][1] <= since:
+            self._prefills.popleft()
+        if not self._prefills:
+            return 0.0
+        return sum(end - max(start, since) for start, end in self._prefills) / self._window
 
 
 class MeasuredCosts:
@@ -122,9 +145,9 @@ class MeasuredCosts:
     def submit_ns(self, count: int) -> int:
         return round(self._submit * count)
 
-    def forward_ns(self, shape: StepShape, longest: int, step: int, idle: bool, since: float) -> int:
+    def forward_ns(self, shape: StepShape, longest: int, step: int, idle: bool, heat: float) -> int:
         """Carry-over, forward pass and sampling; `idle`: the lane had nothing to do before. `longest`: KV positions of
-        the longest decode. `since`: nanoseconds since a prefill of HOT_TOKENS ended, inf without one."""
+        the longest decode. `heat`: as `Heat` says."""
         kind = step_kind(shape)
         gpu = self.profile.gpu
         padded = shape.mixed_bucket > 0
@@ -135,9 +158,7 @@ class MeasuredCosts:
         else:
             rows = min(shape.mixed_bucket, self._seats) if padded else shape.num_decodes
             price = self._prefill[padded].us(shape, longest / splits(gpu.whole_seqs, rows))
-        if since < gpu.hot_ms * 1e6:
-            hot = gpu.hot_decode if kind == "decode" else gpu.hot_padded if padded else 0.0
-            price *= 1 + hot * (1 - since / (gpu.hot_ms * 1e6))
+        price *= 1 + heat * (gpu.hot_decode if kind == "decode" else gpu.hot_padded if padded else 0.0)
         table, of_run = jitter_of(self.profile.jitter, shape)
         price *= self._factor * self._run[of_run] * self._multiplier(table, step)
         return round(price + (self._idle_start if idle else 0.0))
@@ -239,7 +260,7 @@ class MeasuredLanes:
         self.free = [0, 0, 0, 0]
         self._recorded: dict[Event, int] = {}
         self.idle = 0  # time without work since the last launch
-        self._prefilled = -math.inf  # when the last prefill of HOT_TOKENS ended
+        self._heat = Heat(costs.profile.gpu.hot_ms)
 
     def host(self, kind: str, plan: StepPlan, shape: StepShape) -> None:
         """Host work of a step; after its plan comes the delay, if there is one."""
@@ -318,11 +339,10 @@ class MeasuredLanes:
         if plan.num_tokens:
             idle = enqueued >= self.account.last_end_ns
             longest = longest_context(plan, self._window)
-            end += costs.forward_ns(shape, longest, plan.step, idle, start - self._prefilled)
+            end += costs.forward_ns(shape, longest, plan.step, idle, self._heat.at(start))
             if not shape.bucket and not shape.mixed_bucket and not costs.inline:
                 end = max(end, enqueued + rest + costs.eager_tail_ns)
-            if shape.num_prefill_tokens >= HOT_TOKENS:
-                self._prefilled = end
+            self._heat.computed(shape.num_prefill_tokens, start, end)
         self.account.step(StepTimes(enqueued, start, end, self.idle, costs.gap_ns))
         self.idle = 0
         busy = self.account.busy["compute"]

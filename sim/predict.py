@@ -26,8 +26,8 @@ from asyncsched.runs import UNKNOWN, IntArray, RequestLog, Run
 from asyncsched.scheduler import Scheduler
 from asyncsched.timeline import Timeline
 from sim.engine import END, TEXT, SimEngine
-from sim.measured import MeasuredCosts, longest_context
-from sim.profile import HOT_TOKENS, Profile
+from sim.measured import Heat, MeasuredCosts, longest_context
+from sim.profile import Profile
 
 NOWHERE = 2**40  # the position of an END that is never reached
 
@@ -135,12 +135,16 @@ def longest_contexts(run: Run) -> IntArray:
     return np.array(longest, dtype=np.int64) if same and len(longest) == len(steps) else mean
 
 
-def since_prefills(run: Run) -> NDArray[np.float64]:
-    """Nanoseconds from the end of the last prefill of HOT_TOKENS to the start of each step; inf without one."""
-    steps = run.steps
-    large = np.where(steps["num_prefill_tokens"] >= HOT_TOKENS, steps.end("compute"), -np.inf)
-    before = np.concatenate(([-np.inf], np.maximum.accumulate(large)[:-1]))[: len(steps)]
-    return np.asarray(steps.start("compute") - before)
+def heats(run: Run, hot_ms: float) -> NDArray[np.float64]:
+    """What `Heat` says when each step began; 0 of steps that computed nothing."""
+    steps, heat = run.steps, Heat(hot_ms)
+    found = np.zeros(len(steps))
+    starts, ends = steps.start("compute").tolist(), steps.end("compute").tolist()
+    prefilled = steps["num_prefill_tokens"].tolist()
+    for row in np.flatnonzero(steps.has("compute")).tolist():
+        found[row] = heat.at(starts[row])
+        heat.computed(prefilled[row], starts[row], ends[row])
+    return found
 
 
 def seats(run: Run) -> int:

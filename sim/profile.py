@@ -147,8 +147,9 @@ class GpuProfile(Section):
     eager, padded            steps that prefill: launched kernel by kernel, and padded to a mixed bucket
     idle_start_us            more where the lane had nothing to do before: it waits for its first kernel
     gap_us                   between two steps that follow one another at once
-    hot_decode, hot_padded, hot_ms   a decode step, and a captured one that prefills, takes longer by this share right
-                             behind a prefill of HOT_TOKENS and more; the share falls evenly, to nothing after `hot_ms`
+    hot_decode, hot_padded, hot_ms   a decode step, and a captured one that prefills, takes longer by this share where
+                             the device did nothing but prefills of HOT_TOKENS and more in the `hot_ms` before, and by
+                             less as it did less of that
     contention               factor while the host prepares the next step, at depth 2 and more
     """
 

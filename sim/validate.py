@@ -16,7 +16,7 @@ from asyncsched.plan import StepShape
 from asyncsched.runs import SIZES, UNKNOWN, Run
 from sim.host_speed import probed
 from sim.measured import MeasuredCosts, jitter_of, step_kind
-from sim.predict import longest_contexts, predict, replay, seats, since_prefills
+from sim.predict import heats, longest_contexts, predict, replay, seats
 from sim.profile import QUANTILES, STEP_KINDS, Profile
 
 STATISTICS = ("mean", "p50", "p90", "p99")
@@ -194,13 +194,13 @@ def coverage(run: Run, profile: Profile) -> tuple[Coverage, ...]:
     idle = steps.end("fill") >= before
     inside: dict[str, list[bool]] = {kind: [] for kind in STEP_KINDS}
     interval = cache(lambda *tables: _interval(profile, *tables))
-    longest, since = longest_contexts(run), since_prefills(run)
+    longest, heat = longest_contexts(run), heats(run, profile.gpu.hot_ms)
     shapes = _shapes(run)
     for row in np.flatnonzero(steps.has("compute")).tolist():
         shape = shapes[row]
         kind = step_kind(shape)
         low, high = interval(*jitter_of(profile.jitter, shape))
-        price = costs.forward_ns(shape, int(longest[row]), 0, bool(idle[row]), float(since[row]))
+        price = costs.forward_ns(shape, int(longest[row]), 0, bool(idle[row]), float(heat[row]))
         bounds = price * low, price * high
         if not shape.bucket and not shape.mixed_bucket and not costs.inline:
             head, rest = costs.launch_ns(shape, 0, busy=not idle[row])

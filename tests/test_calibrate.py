@@ -279,7 +279,7 @@ def test_slow_times_of_large_batches_are_not_paid_for_by_small_ones() -> None:
     for size in (8, 32, LARGE_SEQS, 96):
         shape = StepShape(size, size, 0, size, size, 150 * size, 150 * size, size)
         found, expected = (
-            MeasuredCosts(one, depth=2, seats=96, seed=None).forward_ns(shape, 150, 0, False, math.inf)
+            MeasuredCosts(one, depth=2, seats=96, seed=None).forward_ns(shape, 150, 0, False, 0.0)
             for one in (fitted, truth)
         )
         assert found == pytest.approx(expected, rel=0.015 if size >= LARGE_SEQS else 0.006), size
@@ -351,7 +351,7 @@ def test_runs_of_large_batches_vary_by_a_table_of_their_own() -> None:
     for size, least, most in ((32, 0.0, 0.01), (96, 0.02, 0.06)):  # predictions draw from these tables, too
         shape = StepShape(size, size, 0, size, size, 90 * size, 90 * size, size)
         costs = [MeasuredCosts(fitted, depth=2, seats=96, seed=seed) for seed in range(20)]
-        of_runs = [np.mean([one.forward_ns(shape, 90, step, False, math.inf) for step in range(100)]) for one in costs]
+        of_runs = [np.mean([one.forward_ns(shape, 90, step, False, 0.0) for step in range(100)]) for one in costs]
         assert least < np.std(of_runs) / np.mean(of_runs) < most
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike
 
-from sim.compute_fit import ComputeFit, ComputeSteps, fit_compute
+from sim.compute_fit import HOT_MS, ComputeFit, ComputeSteps, fit_compute
 from sim.compute_jitter import compute_jitter
 from sim.profile import QUANTILES, GpuProfile
 
@@ -28,7 +28,7 @@ def captured(sizes: Sequence[int], workload: Sequence[int], factor: ArrayLike) -
         context=zeros,
         longest=zeros,
         rows=zeros,
-        since=np.full(count, np.inf),
+        heat=np.zeros((count, len(HOT_MS))),
         attn_pairs=zeros,
         overlap=~false,
         idle=false,

@@ -1,6 +1,5 @@
 """What lanes at measured prices do, against sums worked out by hand."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ from planted import wanted
 
 from asyncsched.plan import StepShape
 from asyncsched.runs import Run
-from sim.measured import MeasuredCosts
+from sim.measured import Heat, MeasuredCosts
 from sim.predict import predict
 from sim.profile import HOT_TOKENS, Profile
 
@@ -154,7 +153,7 @@ def test_a_step_is_large_by_what_it_computes(seqs: int, bucket: int, large: bool
         other = {"decode_large": one, "run_large": one, "decode": one, "run": one, name: slow}
         profile = Profile.from_dict({**BASE, "jitter": other})
         plain, drawn = (
-            MeasuredCosts(profile, depth=1, seats=64, seed=seed).forward_ns(shape, 10, 0, False, math.inf)
+            MeasuredCosts(profile, depth=1, seats=64, seed=seed).forward_ns(shape, 10, 0, False, 0.0)
             for seed in (None, 1)
         )
         assert drawn == plain * (2 if large else 1)
@@ -216,17 +215,34 @@ def test_a_captured_step_splits_its_longest_decode_as_if_every_seat_had_one(
     assert (more[0], more[row]) == (0, round(7000 * share * (plain["kv_tokens"][row] - 3)))
 
 
+def test_heat_is_the_share_of_a_time_that_went_into_large_prefills() -> None:
+    """All of them, each as far as it is in the last 10 ms."""
+    heat, none = Heat(10.0), Heat(0.0)
+    for tokens, start_ms, end_ms in ((HOT_TOKENS, 0, 2), (HOT_TOKENS - 1, 2, 3), (HOT_TOKENS, 4, 7)):
+        for one in (heat, none):
+            one.computed(tokens, start_ms * 10**6, end_ms * 10**6)
+    assert [heat.at(ms * 10**6) for ms in (7, 11, 12, 15, 17)] == [0.5, 0.4, 0.3, 0.2, 0.0]
+    assert none.at(7 * 10**6) == 0
+
+
 @pytest.mark.parametrize(("prompt", "hot"), [(HOT_TOKENS - 1, 0), (HOT_TOKENS, 1)])
 def test_behind_a_large_prefill_steps_take_longer_for_a_while(prompt: int, hot: int) -> None:
-    """Each by its share of the price, times what is left of the time; none that is launched kernel by kernel."""
+    """Each by its share of the price, times the prefill's share of the time before; none that is launched kernel by
+    kernel. The prefill takes a quarter of that time: it is felt in full until the rest of it is over."""
     gpu = {"hot_decode": 0.5, "hot_padded": 2.0, "hot_ms": 20.0, "padded": {"tokens": [32], "tokens_us": [500.0]}}
+    gpu |= {"eager": {"tokens": [10], "tokens_us": [4980.0]}}
     sizes = {"max_num_batched_tokens": 2 * HOT_TOKENS, "max_model_len": 2 * HOT_TOKENS, "mixed_buckets": (32,)}
-    asked = wanted("hot", 1, [prompt, 20, 40], [30] * 3, [0.0, 1.5, 8.0], decode_buckets=(9,), **sizes)
+    asked = wanted("hot", 1, [prompt, 20, 40], [30] * 3, [0.0, 1.5, 12.0], decode_buckets=(9,), **sizes)
     steps = predict(asked, priced(gpu=gpu, host={"eager_launch": {"us": 100.0}})).steps
-    left = np.maximum(1 - (steps.start("compute") - steps.end("compute")[0]) / 20e6, 0.0)[1:]
+    begun, ended = steps.start("compute")[0], steps.end("compute")[0]
+    assert ended - begun == 5_000_000
+    since = steps.start("compute")[1:] - 20_000_000
+    share = np.maximum(ended - np.maximum(begun, since), 0) / 20e6
+    assert set(share.tolist()) > {0.0, 0.25}
     decode, captured = (steps.kind == "decode")[1:], steps["mixed_bucket"][1:] > 0
-    assert np.count_nonzero(captured & (left > 0.3)) == np.count_nonzero(~decode & ~captured & (left > 0.3)) == 1
-    assert 3 < np.count_nonzero(decode & (left > 0)) < 30 < np.count_nonzero(decode)
-    price, share = np.where(decode, 1_800_000, 500_000), np.where(decode, 0.5, np.where(captured, 2.0, 0.0))
+    assert np.count_nonzero(captured & (share > 0.1)) == np.count_nonzero(~decode & ~captured & (share > 0.1)) == 1
+    assert 3 < np.count_nonzero(decode & (share > 0)) < 30 < np.count_nonzero(decode)
+    price = np.where(decode, 1_800_000, np.where(captured, 500_000, 4_980_000))
+    more = np.where(decode, 0.5, np.where(captured, 2.0, 0.0))
     took = steps.duration("compute")[1:] - 20_000
-    assert took.tolist() == np.round(price * (1 + hot * share * left)).astype(int).tolist()
+    assert took.tolist() == np.round(price * (1 + hot * more * share)).astype(int).tolist()
