@@ -106,6 +106,7 @@ SPECS: dict[str, tuple[Spec, ...]] = {
 
 EARLIER = {
     **SPECS,
+    "fit": tuple(spec for spec in SPECS["fit"] if not spec.name.endswith("-all-lengths")),
     "heldout": (
         Spec("closed-28-long", 28, 700, 128),
         Spec("closed-72", 72, 240, 144),
