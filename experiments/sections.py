@@ -151,7 +151,7 @@ def _ms_at(spans: list[Span], load: Load, context: int, around: int = 48) -> flo
 
 
 def invariant(setup: Setup) -> list[Row]:
-    """The usual engine and the batch-invariant one, which has steps of one shape, async. About 25 s at 8B.
+    """The usual engine and the batch-invariant one, which computes decodes as prefills, async. About 25 s at 8B.
 
     alike  of the smallest batch's sequences, those that are the same in this batch
     """
