@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 
 
 _choices: dict[tuple[torch.device, Shape], Choice | None] = {}  # None: the library's own
-_alike: dict[tuple[torch.device, Shape], Choice | None] = {}  # None: the library has none
+_alike: dict[tuple[torch.device, Shape], Choice | None] = {}  # its first guess; None: the library has none
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -56,9 +56,11 @@ def product_alike(x: Tensor, weight: Tensor) -> Tensor | None:
     """The same, with the bits that a row has whatever the number of rows: all sums are made in one order. None where
     the library has no such product."""
     shape, device = Shape(x.shape[0], *weight.shape, weight.dtype), weight.device
-    if (device, shape) not in _alike:
-        _alike[device, shape] = choice(shape, device) or _first(shape)
-    found = _alike[device, shape]
+    found = choice(shape, device)  # may have come after the first guess, whose bits it has
+    if found is None:
+        if (device, shape) not in _alike:
+            _alike[device, shape] = _first(shape)
+        found = _alike[device, shape]
     if found is None or x.data_ptr() % ALIGNMENT or weight.data_ptr() % ALIGNMENT:
         return None
     output = x.new_empty(x.shape[0], weight.shape[0])

@@ -124,6 +124,17 @@ def test_alike_products_are_by_what_was_chosen_or_the_first_guess(library: FakeL
         assert library.last == expected
 
 
+def test_an_alike_product_that_came_first_takes_what_is_chosen_later(library: FakeLibrary) -> None:
+    """As batch-invariant engines do, whose sizes are compared before any is tried."""
+    library.takes["quick"] = 1.0
+    x = torch.randn(ROWS, DEPTH).to(torch.bfloat16)
+    library_products.product_alike(x, weight())
+    assert library.last == "first"
+    chosen()
+    library_products.product_alike(x, weight())
+    assert library.last == "quick"
+
+
 def test_where_there_is_no_library_there_are_no_alike_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library_products, "_alike", {})
     assert library_products.product_alike(torch.zeros(3, DEPTH, dtype=torch.bfloat16), weight()) is None
