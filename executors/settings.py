@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from asyncsched.config import MAX_MIXED_BUCKET, EngineConfig, default_buckets, default_mixed_buckets
+from asyncsched.config import MAX_MIXED_BUCKET, EngineConfig, default_buckets, default_mixed_buckets, smallest_bucket
 from asyncsched.errors import ConfigError
 from executors.asked import check_device
 from executors.compiled import CompileSettings
@@ -95,13 +95,17 @@ def engine_config(model: Model, depth: int, num_blocks: int | None, given: Mappi
 def _set_invariant_sizes(model: Model, settings: dict[str, Any]) -> None:
     """Tokens that batch-invariant steps are padded to: those that give a token the same bits, or one size for all."""
     given, seats = settings.get("mixed_buckets"), settings["max_num_seqs"]
+    if given is not None and not given:
+        return  # the configuration refuses it
     largest = settings.get("max_num_batched_tokens", max(given or (MAX_MIXED_BUCKET, seats)))
     wanted = tuple(given or (*(size for size in INVARIANT_SIZES if size < largest), largest))
     found = alike(model, wanted)
     if given and found != wanted:
-        raise ConfigError("mixed_buckets", given, f"a token's numbers differ in steps of {found} tokens: leave it out")
-    if len(found) == 1:
-        found = (settings.get("max_num_batched_tokens", max(INVARIANT_TOKENS, seats)),)
+        raise ConfigError("mixed_buckets", given, f"a token's numbers are the same only in {found}: leave it out")
+    if not given and "max_num_batched_tokens" not in settings:
+        one = max(INVARIANT_TOKENS, seats)
+        if smallest_bucket(found, seats) > smallest_bucket(wanted, one):  # what decodes would be padded to
+            found = (one,)
     settings["mixed_buckets"] = found
     settings.setdefault("max_num_batched_tokens", found[-1])
 

@@ -96,10 +96,28 @@ def test_where_no_sizes_agree_there_is_one(monkeypatch: pytest.MonkeyPatch) -> N
     assert of_model(monkeypatch, none, max_num_seqs=300)[:2] == (300, (300,))
 
 
+def test_where_only_large_sizes_agree_decodes_are_not_padded_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = lambda size, sizes: size >= 1280 or size == sizes[-1]  # noqa: E731
+    assert of_model(monkeypatch, large)[:2] == (INVARIANT_TOKENS, (INVARIANT_TOKENS,))
+    assert of_model(monkeypatch, large, max_num_batched_tokens=1536)[1] == (1280, 1536)
+    apart = lambda size, sizes: size in (16, sizes[-1])  # noqa: E731
+    assert of_model(monkeypatch, apart, max_num_seqs=17)[:2] == (INVARIANT_TOKENS, (INVARIANT_TOKENS,))
+    assert of_model(monkeypatch, apart, max_num_seqs=16)[:2] == (2048, (16, 2048))
+    assert of_model(monkeypatch, lambda size, sizes: size != 256, max_num_seqs=300)[1][-1] == 2048
+
+
+def test_one_size_that_was_asked_for_is_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = lambda size, sizes: True  # noqa: E731
+    assert of_model(monkeypatch, everything, mixed_buckets=(24,))[:2] == (24, (24,))
+    for sizes, budget in (((24,), {"max_num_batched_tokens": 64}), ((), {})):
+        with pytest.raises(ConfigError, match=r"batch_invariant: .*up to max_num_batched_tokens"):
+            of_model(monkeypatch, everything, mixed_buckets=sizes, **budget)
+
+
 def test_sizes_that_were_asked_for_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = lambda size, sizes: True  # noqa: E731
     assert of_model(monkeypatch, everything, mixed_buckets=(24, 48))[:2] == (48, (24, 48))
-    with pytest.raises(ConfigError, match=r"mixed_buckets: .*differ"):
+    with pytest.raises(ConfigError, match=r"mixed_buckets: .*the same only in \(48,\)"):
         of_model(monkeypatch, lambda size, sizes: size != 24, mixed_buckets=(24, 48))
     with pytest.raises(ConfigError, match=r"batch_invariant: .*up to max_num_batched_tokens 64"):
         of_model(monkeypatch, everything, mixed_buckets=(24, 48), max_num_batched_tokens=64)
