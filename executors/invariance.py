@@ -24,12 +24,15 @@ BLOCK_SIZE = 16
 STEPS = ((6, 5), (1, 1), (1, 3))  # tokens of the two sequences: prefills, and as many as decodes have
 LEAST_TOKENS = sum(STEPS[0]) + 2  # of a step; a sequence of one token in front would be a decode
 MAX_TOKENS = 4 * BLOCK_SIZE  # of a sequence that fills
+LEAST_CONTEXT = max(map(sum, zip(*STEPS, strict=True)))  # a model with less has no positions for the two
 
 
 @torch.no_grad()
 def alike(model: Model, sizes: Sequence[int]) -> tuple[int, ...]:
     """Those of the increasing sizes in which a token's logits are, bit by bit, what they are in the largest one."""
     *smaller, largest = sizes
+    if not smaller or (model.max_model_len or LEAST_CONTEXT) < LEAST_CONTEXT:
+        return (largest,)
     expected = _logits(model, largest)
     agree = [size for size in smaller if size >= LEAST_TOKENS and torch.equal(_logits(model, size), expected)]
     return (*agree, largest)

@@ -70,6 +70,17 @@ def test_a_step_of_hardly_any_tokens_is_not_tried() -> None:
     assert sizes_of(Watched({}), 1, 2, 16) == (16,)
 
 
+def test_where_nothing_can_be_compared_nothing_runs() -> None:
+    model = Watched({})
+    assert sizes_of(model, 8) == (8,)
+    model.max_model_len = 8
+    assert sizes_of(model, 16, 70) == (70,)
+    assert model.views == []
+    model.max_model_len = 9
+    assert sizes_of(model, 16, 70) == (16, 70)
+    assert max(int(view.positions.max()) for view in model.views) == 8
+
+
 def of_model(monkeypatch: pytest.MonkeyPatch, agree: Any, **given: Any) -> tuple[int, tuple[int, ...], int]:
     """A batch-invariant engine's budget, buckets and seats, where those sizes agree."""
     monkeypatch.setattr(settings, "alike", lambda model, sizes: tuple(size for size in sizes if agree(size, sizes)))
