@@ -212,11 +212,11 @@ def choose(module: nn.Module, sizes: Sequence[int], samples: Sequence[int]) -> s
     Returns why that could not be, or "".
     """
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
-    alike: dict[torch.Size, list[Tensor]] = {}
+    of_kind: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
     for layer in _calling(module):
         if layer is not head and layer.bias is None:
-            alike.setdefault(layer.weight.shape, []).append(layer.weight)
-    wanted = [(weights, sizes) for weights in alike.values()]
+            of_kind.setdefault((layer.weight.shape, layer.weight.dtype), []).append(layer.weight)
+    wanted = [(weights, sizes) for weights in of_kind.values()]
     if head is not None and type(head) is FewRows and head.bias is None:
         wanted.append(([head.weight], samples))
     for weights, counts in wanted:

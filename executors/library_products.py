@@ -84,13 +84,15 @@ def choice(shape: Shape, device: torch.device) -> Choice | None:
 
 @torch.no_grad()
 def choose(weights: Sequence[Tensor], sizes: Iterable[int]) -> str:
-    """Tries what there is for so many rows and weights of one shape. Returns why nothing could be tried, or "".
+    """Tries what there is for so many rows and weights of one shape and dtype. Returns why nothing could be tried, or
+    "".
 
     weights  of many layers: the cache must not hold the one whose turn it is
     """
-    first = weights[0]
-    if first.nbytes < LEAST_BYTES or first.dtype not in TYPES:
+    weights = [weight for weight in weights if weight.is_contiguous() and weight.data_ptr() % ALIGNMENT == 0]
+    if not weights or weights[0].nbytes < LEAST_BYTES or weights[0].dtype not in TYPES:
         return ""
+    first = weights[0]
     for rows in sizes:
         key = (first.device, Shape(rows, *first.shape, first.dtype))
         if key not in _choices:

@@ -3,6 +3,8 @@ tests/gpu/test_generation.py."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from test_llm import GREEDY, PROMPTS, tiny_llm
 from tiny_models import tiny_model
 
 from asyncsched.errors import ConfigError
@@ -132,3 +135,32 @@ def test_sizes_that_were_asked_for_must_agree(monkeypatch: pytest.MonkeyPatch) -
         of_model(monkeypatch, lambda size, sizes: size != 24, mixed_buckets=(24, 48))
     with pytest.raises(ConfigError, match=r"batch_invariant: .*up to max_num_batched_tokens 64"):
         of_model(monkeypatch, everything, mixed_buckets=(24, 48), max_num_batched_tokens=64)
+
+
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_steps_compute_alike_products_where_the_engine_is_batch_invariant(is_invariant: bool) -> None:
+    llm = tiny_llm(depth=2)
+    compute = llm._compute
+    budget = compute.config.max_num_batched_tokens
+    sizes = {"decode_buckets": (), "mixed_buckets": (budget,)}
+    compute.config = replace(compute.config, batch_invariant=is_invariant, **sizes)
+    seen: list[bool] = []
+
+    def forward(view: StepView, kv: KvCache) -> torch.Tensor:
+        seen.append(few_rows.is_alike())
+        return llm.model.forward(view, kv)
+
+    compute.model = cast("Model", SimpleNamespace(forward=forward, backend=llm.model.backend))
+    llm.generate(PROMPTS, GREEDY)
+    assert set(seen) == {is_invariant}
+    assert not few_rows.is_alike()
+
+
+def test_alike_ends_with_an_error_and_is_of_its_thread() -> None:
+    seen = []
+    with suppress(KeyError), few_rows.alike():
+        seen.append(few_rows.is_alike())
+        with ThreadPoolExecutor(1) as other:
+            seen.append(other.submit(few_rows.is_alike).result())
+        raise KeyError
+    assert [*seen, few_rows.is_alike()] == [True, False, False]

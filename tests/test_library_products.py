@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ class FakeLibrary:
         self.refuses: set[str] = set()
         self.own_takes, self.own_adds = 2.0, 0.0
         self.asked: list[Shape] = []
+        self.watch: Callable[[Tensor], None] = lambda used: None
         self._linear = functional.linear
         monkeypatch.setattr(library_products, "Products", self._products)
         monkeypatch.setattr(library_products, "_choices", {})
@@ -45,6 +47,7 @@ class FakeLibrary:
     def _multiply(self, name: str, x: Tensor, weight: Tensor, output: Tensor) -> None:
         if name in self.refuses:
             raise AsyncschedError("cublasLtMatmul failed with status 7")
+        self.watch(weight)
         output.copy_(self._linear(x, weight) + self.adds.get(name, 0.0))
         self.last = name
 
@@ -161,6 +164,31 @@ def test_small_weights_and_float32_are_not_tried(library: FakeLibrary, monkeypat
     monkeypatch.setattr(library_products, "LEAST_BYTES", weight().nbytes + 1)
     assert library_products.choose([weight()], [ROWS]) == ""
     assert library.asked == []
+
+
+def test_weights_that_the_library_would_misread_are_not_tried(library: FakeLibrary) -> None:
+    """As `product` does not hand them over either: a kernel that reads off the boundary ends the process's CUDA."""
+    moved = torch.empty(weight().numel() + 1, dtype=torch.bfloat16)[1:].view(COLUMNS, DEPTH)
+    strided = weight().t().contiguous().t()
+    assert library_products.choose([moved, strided], [ROWS]) == ""
+    assert library.asked == []
+    tried: list[int] = []
+    library.watch = lambda used: tried.append(used.data_ptr())
+    library_products.choose([moved, weight(), strided], [ROWS])
+    assert moved.data_ptr() not in tried
+    assert strided.data_ptr() not in tried
+    assert tried
+
+
+def test_layers_of_one_shape_and_two_types_are_tried_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[set[torch.dtype]] = []
+    monkeypatch.setattr(few_rows, "is_own", lambda rows, weight: False)
+    monkeypatch.setattr(
+        library_products, "choose", lambda weights, sizes: asked.append({w.dtype for w in weights}) or ""
+    )
+    layers = nn.Sequential(*(few_rows.FewRows(8, 8, bias=False, dtype=dtype) for dtype in 2 * few_rows.DTYPES))
+    assert few_rows.choose(layers, [64], [64]) == ""
+    assert asked == [{dtype} for dtype in few_rows.DTYPES]
 
 
 def test_a_model_asks_for_its_layers_at_all_sizes_and_for_its_logits_at_others(monkeypatch: pytest.MonkeyPatch) -> None:
