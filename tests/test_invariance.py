@@ -27,11 +27,13 @@ llama = cache(lambda: tiny_model("llama"))
 
 
 class Watched:
-    """A model whose logits are off by `off[size]` in steps of that size; keeps what it was shown."""
+    """A model whose logits are off by `off[size]` in steps of that size, all of them or one row of the step `where`;
+    keeps what it was shown."""
 
-    def __init__(self, off: dict[int, float]) -> None:
+    def __init__(self, off: dict[int, float], where: tuple[int, int] | None = None) -> None:
         self._model = llama()
         self._off = off
+        self._where = where
         self.views: list[StepView] = []
         self.vocab_size, self.device = self._model.vocab_size, self._model.device
         self.max_model_len = self._model.max_model_len
@@ -42,7 +44,11 @@ class Watched:
         self.views.append(view)
         # In float64's place: a float32 product on a CPU has bits that depend on the number of rows.
         logits = self._model.forward(view, kv).round(decimals=3)
-        return logits + self._off.get(view.num_tokens, 0.0)
+        wrong = logits if self._where is None else logits[self._where[1]]
+        step = [seen.num_tokens for seen in self.views].count(view.num_tokens) - 1
+        if self._where is None or step == self._where[0]:
+            wrong += self._off.get(view.num_tokens, 0.0)
+        return logits
 
 
 def sizes_of(model: Watched, *sizes: int) -> tuple[int, ...]:
@@ -54,6 +60,11 @@ def test_sizes_that_agree_with_the_largest_are_found() -> None:
     assert sizes_of(Watched({70: 1e-3}), 16, 70, 130) == (16, 130)
     assert sizes_of(Watched({130: 1e-3}), 16, 70, 130) == (130,)
     assert not few_rows.is_alike()
+
+
+@pytest.mark.parametrize("where", [(step, row) for step in range(3) for row in range(2)])
+def test_every_step_of_both_sequences_counts(where: tuple[int, int]) -> None:
+    assert sizes_of(Watched({16: 1e-3}, where), 16, 70) == (70,)
 
 
 def test_steps_have_the_size_and_no_decodes_and_show_the_same_rows() -> None:

@@ -215,6 +215,39 @@ def test_a_model_asks_for_its_layers_at_all_sizes_and_for_its_logits_at_others(m
     assert all(sizes in ([8, 64, 256], [64, 256]) for sizes in of_layers)
 
 
+class OnCuda(Tensor):
+    """Says that it is on CUDA."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("bias", [None, torch.arange(8.0)])
+@pytest.mark.parametrize("there", [True, False])
+def test_who_computes_a_product_of_many_rows(bias: Tensor | None, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alike ones none of our own; those with a bias torch, which has no other way to add it."""
+    asked: list[str] = []
+
+    def product(name: str, is_there: bool) -> Callable[..., Tensor | None]:
+        def compute(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+            asked.append(name)
+            return functional.linear(x, weight, bias) if is_there else None
+
+        return compute
+
+    monkeypatch.setattr(few_rows, "_own_product", product("own", there))
+    monkeypatch.setattr(library_products, "product_alike", product("alike", there))
+    monkeypatch.setattr(library_products, "product", product("library", True))
+    x, matrix = torch.randn(2, 3, 4), torch.randn(8, 4).as_subclass(OnCuda)
+    expected = functional.linear(x, matrix, bias)
+    assert torch.equal(few_rows._linear(x, matrix, bias), expected)
+    left = [] if there or bias is not None else ["library"]
+    assert asked == ["own", *left]
+    asked.clear()
+    with few_rows.alike():
+        assert torch.equal(few_rows._linear(x, matrix, bias), expected)
+    assert asked == ([] if bias is not None else ["alike", *left])
+
+
 def test_what_keeps_the_library_from_being_tried_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "DTYPES", (torch.float32,))
     monkeypatch.setattr(few_rows, "multiprocessors", lambda device: 132)
