@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from test_llm import tiny_llm
 from tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.nn import functional
 
+import executors
 from asyncsched.errors import AsyncschedError
-from executors import few_rows, library_products
+from executors import few_rows, gated, library_products
+from executors.compute import ComputeLane
+from executors.cpu import CpuLanes
 from executors.cublaslt import Shape
+from executors.plain_attention import PlainAttention
 
 ROWS, COLUMNS, DEPTH = 128, 48, 32
 SHAPE = Shape(ROWS, COLUMNS, DEPTH, torch.bfloat16)
@@ -248,6 +254,50 @@ def test_who_computes_a_product_of_many_rows(bias: Tensor | None, there: bool, m
     assert asked == ([] if bias is not None else ["alike", *left])
 
 
+def test_rows_that_have_no_kernel_of_our_own_get_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "multiprocessors", lambda device: 132)
+    assert few_rows._own_product(torch.zeros(few_rows.MAX_ROWS + 1, DEPTH), weight(), None) is None
+
+
+@pytest.mark.parametrize("rows", [1, 8, 300])
+def test_gated_layers_that_are_to_be_alike_have_no_kernel_of_their_own(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def joined(product: Tensor, activation: str) -> Tensor:
+        asked.append("joined")
+        gate, up = product.chunk(2, -1)
+        return gated.ACTIVATIONS[activation](gate) * up
+
+    def own(x: Tensor, weight: Tensor, activation: str, *_: object) -> Tensor:
+        asked.append("own")
+        return joined(functional.linear(x, weight), activation)
+
+    kernels = SimpleNamespace(joined=joined, gated_row=own, gated_rows=own)
+    monkeypatch.setattr(executors, "triton_gated", kernels, raising=False)
+    monkeypatch.setitem(sys.modules, "executors.triton_gated", kernels)
+    monkeypatch.setattr(gated, "_load_kernels", lambda *_: None)
+    monkeypatch.setattr(few_rows, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(few_rows, "product", functional.linear)
+    x, matrix = torch.randn(rows, 128), torch.randn(256, 128).as_subclass(OnCuda)
+    usual = gated._gated(x, matrix, "silu")
+    assert asked == (["own", "joined"] if rows < 300 else ["joined"])
+    asked.clear()
+    with few_rows.alike():
+        assert torch.equal(gated._gated(x, matrix, "silu"), usual)
+    assert asked == ["joined"]
+
+
+def test_layers_with_a_bias_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[Tensor]] = []
+    monkeypatch.setattr(few_rows, "is_own", lambda rows, weight: False)
+    monkeypatch.setattr(library_products, "choose", lambda weights, sizes: asked.append(weights) or "")
+    layers = nn.Sequential(few_rows.FewRows(8, 8), few_rows.FewRows(8, 8, bias=False))
+    assert few_rows.choose(layers, [64], [64]) == ""
+    assert [[id(each) for each in weights] for weights in asked] == [[id(layers[1].weight)]]
+
+
 def test_what_keeps_the_library_from_being_tried_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "DTYPES", (torch.float32,))
     monkeypatch.setattr(few_rows, "multiprocessors", lambda device: 132)
@@ -255,3 +305,20 @@ def test_what_keeps_the_library_from_being_tried_is_told(monkeypatch: pytest.Mon
     model = tiny_model("llama")
     few_rows.install(model.module)
     assert few_rows.choose(model.module, [64], [64]) == "no library"
+
+
+@pytest.mark.parametrize("why", ["", "no library"])
+def test_an_engine_has_all_that_its_steps_are_padded_to_tried_before_it_captures(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuLanes, "graphs", True)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(PlainAttention, "captures_mixed", True)
+    asked: list[object] = []
+    monkeypatch.setattr(few_rows, "choose", lambda module, *sizes: asked.append(sizes) or why)
+    monkeypatch.setattr(ComputeLane, "capture", lambda *_: asked.append("capture") or "")
+    sizes = {"max_num_batched_tokens": 8, "mixed_buckets": (4, 8), "decode_buckets": (1, 2), "max_num_seqs": 4}
+    llm = tiny_llm(num_blocks=50, **sizes)
+    assert asked == [([1, 2, 4, 8], [1, 2, 4]), "capture"]
+    assert why == "" or f"products are as the library would have them: {why}" in [line for line, _ in llm.stages]
