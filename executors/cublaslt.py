@@ -96,7 +96,8 @@ class Products:
         self._check("cublasLtMatmulPreferenceDestroy", preference)
         if status not in (0, NOT_SUPPORTED):
             raise AsyncschedError(f"cublasLtMatmulAlgoGetHeuristic failed with status {status}")
-        return [self._with(one.algorithm, {}) for one in found[: count.value] if one.state == 0]
+        copies = [self._with(one.algorithm, {}) for one in found[: count.value] if one.state == 0]
+        return [one for one in copies if self._is_possible(one)]
 
     def variants(self, algorithms: Sequence[Algorithm]) -> list[Algorithm]:
         """They, and others that differ in the clusters and the order of their tiles, as far as the library has them."""

@@ -220,7 +220,8 @@ def choose(module: nn.Module, sizes: Sequence[int], samples: Sequence[int]) -> s
     if head is not None and type(head) is FewRows and head.bias is None:
         wanted.append(([head.weight], samples))
     for weights, counts in wanted:
-        if why := library_products.choose(weights, [rows for rows in counts if not is_own(rows, weights[0])]):
+        librarys = [rows for rows in counts if is_alike() or not is_own(rows, weights[0])]
+        if why := library_products.choose(weights, librarys):
             return why
     return ""
 

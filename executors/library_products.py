@@ -6,6 +6,8 @@ first graph is captured. All others are left to the library.
 
 Tokens must not depend on what a stopwatch said. So only algorithms are tried that sum a result up in one part, of these
 only such as agree with the first in every bit, and whether the library's own choice may win is decided by bits, too.
+What was tried is the process's: a step that is not padded, and has by chance as many rows as one that is padded in
+another engine, computes as that one.
 """
 
 from __future__ import annotations
@@ -32,24 +34,23 @@ Try = Callable[[Tensor], None]
 
 
 class Choice(NamedTuple):
-    """Of one shape."""
+    """Of one shape: the quickest algorithm that was found. `is_used`: instead of what the library would take."""
 
     products: Products
     algorithm: Algorithm
+    is_used: bool
 
 
-_choices: dict[tuple[torch.device, Shape], Choice | None] = {}  # None: the library's own
-_alike: dict[tuple[torch.device, Shape], Choice | None] = {}  # its first guess; None: the library has none
+_choices: dict[tuple[torch.device, Shape], Choice | None] = {}  # None: the library has none that splits no sum
+_firsts: dict[tuple[torch.device, Shape], Choice | None] = {}  # its first guess, of sizes that were not tried
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T, x [rows, depth] and W [columns, depth] contiguous and of one dtype, on CUDA."""
     chosen = choice(Shape(x.shape[0], *weight.shape, weight.dtype), weight.device)
-    if chosen is None or x.data_ptr() % ALIGNMENT or weight.data_ptr() % ALIGNMENT:
+    if chosen is None or not chosen.is_used or not _is_aligned(x, weight):
         return functional.linear(x, weight)
-    output = x.new_empty(x.shape[0], weight.shape[0])
-    chosen.products.multiply(chosen.algorithm, x, weight, output)
-    return output
+    return _by(chosen, x, weight)
 
 
 def product_alike(x: Tensor, weight: Tensor) -> Tensor | None:
@@ -58,13 +59,19 @@ def product_alike(x: Tensor, weight: Tensor) -> Tensor | None:
     shape, device = Shape(x.shape[0], *weight.shape, weight.dtype), weight.device
     found = choice(shape, device)  # may have come after the first guess, whose bits it has
     if found is None:
-        if (device, shape) not in _alike:
-            _alike[device, shape] = _first(shape)
-        found = _alike[device, shape]
-    if found is None or x.data_ptr() % ALIGNMENT or weight.data_ptr() % ALIGNMENT:
-        return None
+        if (device, shape) not in _firsts:
+            _firsts[device, shape] = _first(shape)
+        found = _firsts[device, shape]
+    return _by(found, x, weight) if found is not None and _is_aligned(x, weight) else None
+
+
+def _is_aligned(*operands: Tensor) -> bool:
+    return all(each.data_ptr() % ALIGNMENT == 0 for each in operands)
+
+
+def _by(chosen: Choice, x: Tensor, weight: Tensor) -> Tensor:
     output = x.new_empty(x.shape[0], weight.shape[0])
-    found.products.multiply(found.algorithm, x, weight, output)
+    chosen.products.multiply(chosen.algorithm, x, weight, output)
     return output
 
 
@@ -74,11 +81,11 @@ def _first(shape: Shape) -> Choice | None:
     except AsyncschedError:
         return None
     guesses = products.guesses()
-    return Choice(products, guesses[0]) if guesses else None
+    return Choice(products, guesses[0], is_used=False) if guesses else None
 
 
 def choice(shape: Shape, device: torch.device) -> Choice | None:
-    """What computes it; None is the library's own guess."""
+    """None where it was not tried, or there was nothing to try."""
     return _choices.get((device, shape))
 
 
@@ -89,7 +96,7 @@ def choose(weights: Sequence[Tensor], sizes: Iterable[int]) -> str:
 
     weights  of many layers: the cache must not hold the one whose turn it is
     """
-    weights = [weight for weight in weights if weight.is_contiguous() and weight.data_ptr() % ALIGNMENT == 0]
+    weights = [weight for weight in weights if weight.is_contiguous() and _is_aligned(weight)]
     if not weights or weights[0].nbytes < LEAST_BYTES or weights[0].dtype not in TYPES:
         return ""
     first = weights[0]
@@ -118,8 +125,6 @@ def _best(shape: Shape, weights: Sequence[Tensor]) -> Choice | None:
     trying(guesses[0])(weights[0])
     expected = output.clone()
     library_agrees = torch.equal(functional.linear(x, weights[0]), expected)
-    if not library_agrees and shape.rows <= SPLITTING_ROWS:
-        return None
 
     def agrees(algorithm: Algorithm) -> bool:
         try:
@@ -136,7 +141,8 @@ def _best(shape: Shape, weights: Sequence[Tensor]) -> Choice | None:
     library: Try = lambda weight: functional.linear(x, weight)  # noqa: E731
     *times, own = _times([*map(trying, finalists), library], weights, ROUNDS)
     best = min(range(len(times)), key=times.__getitem__)
-    return None if library_agrees and times[best] > GAIN * own else Choice(products, finalists[best])
+    is_used = times[best] <= GAIN * own if library_agrees else shape.rows > SPLITTING_ROWS
+    return Choice(products, finalists[best], is_used)
 
 
 def _times(tries: Sequence[Try], weights: Sequence[Tensor], rounds: int) -> list[float]:

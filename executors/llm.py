@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -135,6 +135,8 @@ class LLM:
                 report=say,
             )
         )
+        if engine.get("batch_invariant"):
+            say("comparing steps of each size")
         self.config = engine_config(self.model, steps, num_blocks, engine)
         say(f"allocating {self.config.num_blocks} KV blocks of {self.config.block_size} tokens")
         kv = self.model.allocate_kv(self.config.num_blocks, self.config.block_size)
@@ -335,8 +337,9 @@ class LLM:
         say("trying the library's products")
         sizes = sorted({max(shape) for shape in shapes})
         samples = sorted({decodes or self.config.max_num_seqs for decodes, _ in shapes})
-        if why := few_rows.choose(self.model.module, sizes, samples):
-            say(f"products are as the library would have them: {why}")
+        with few_rows.alike() if self.config.batch_invariant else nullcontext():
+            if why := few_rows.choose(self.model.module, sizes, samples):
+                say(f"products are as the library would have them: {why}")
         say("capturing the first CUDA graph")
         try:
             refusal = self._compute.capture(stream, slots[:1], shapes[:1], Features.NONE)

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from asyncsched.config import MAX_MIXED_BUCKET, EngineConfig, default_buckets, default_mixed_buckets, smallest_bucket
 from asyncsched.errors import ConfigError
+from executors import few_rows
 from executors.asked import check_device
 from executors.compiled import CompileSettings
 from executors.invariance import alike
@@ -100,6 +101,8 @@ def _set_invariant_sizes(model: Model, settings: dict[str, Any]) -> None:
     largest = settings.get("max_num_batched_tokens", max(given or (MAX_MIXED_BUCKET, seats)))
     wanted = tuple(given or (*(size for size in INVARIANT_SIZES if size < largest), largest))
     found = alike(model, wanted)
+    with few_rows.alike():
+        model.self_check()
     if given and found != wanted:
         raise ConfigError("mixed_buckets", given, f"a token's numbers are the same only in {found}: leave it out")
     if not given and "max_num_batched_tokens" not in settings:

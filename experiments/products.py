@@ -108,7 +108,8 @@ def _chosen(name: str, batch: int, out: int, width: int) -> str:
     if tiling is not None:
         return f"{tiling.columns} x {tiling.depth}, in {tiling.splits}"
     shape = Shape(batch, out, width, torch.bfloat16)
-    return "cublaslt, chosen" if library_products.choice(shape, torch.device("cuda", 0)) else "cublaslt"
+    found = library_products.choice(shape, torch.device("cuda", 0))
+    return "cublaslt, chosen" if found is not None and found.is_used else "cublaslt"
 
 
 @torch.no_grad()

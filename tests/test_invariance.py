@@ -98,10 +98,13 @@ def test_where_nothing_can_be_compared_nothing_runs() -> None:
 def of_model(monkeypatch: pytest.MonkeyPatch, agree: Any, **given: Any) -> tuple[int, tuple[int, ...], int]:
     """A batch-invariant engine's budget, buckets and seats, where those sizes agree."""
     monkeypatch.setattr(settings, "alike", lambda model, sizes: tuple(size for size in sizes if agree(size, sizes)))
+    checked: list[bool] = []
+    monkeypatch.setattr(Model, "self_check", lambda self: checked.append(few_rows.is_alike()))
     on_gpu = SimpleNamespace(type="cuda")
     model = replace(llama(), device=on_gpu, backend=SimpleNamespace(captures_mixed=True))  # type: ignore[arg-type]
     config = engine_config(model, 2, 64, {"batch_invariant": True, "max_model_len": 64, **given})
     assert config.decode_buckets == ()
+    assert checked == [True]  # its products are the model's own
     return config.max_num_batched_tokens, config.mixed_buckets, config.max_num_seqs
 
 

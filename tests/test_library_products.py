@@ -40,7 +40,7 @@ class FakeLibrary:
         self._linear = functional.linear
         monkeypatch.setattr(library_products, "Products", self._products)
         monkeypatch.setattr(library_products, "_choices", {})
-        monkeypatch.setattr(library_products, "_alike", {})
+        monkeypatch.setattr(library_products, "_firsts", {})
         monkeypatch.setattr(library_products, "_times", self._times)
         monkeypatch.setattr(library_products, "LEAST_BYTES", 1)
         monkeypatch.setattr(library_products.functional, "linear", lambda x, w: self._linear(x, w) + self.own_adds)
@@ -78,7 +78,7 @@ def weight() -> Tensor:
 def chosen(rows: int = ROWS) -> str | None:
     assert library_products.choose([weight()], [rows]) == ""
     found = library_products.choice(SHAPE._replace(rows=rows), CPU)
-    return None if found is None else str(found.algorithm)
+    return None if found is None or not found.is_used else str(found.algorithm)
 
 
 def test_the_quickest_is_chosen_and_computes_the_product(library: FakeLibrary) -> None:
@@ -123,6 +123,15 @@ def test_where_the_library_splits_the_sum_the_rows_decide_and_no_stopwatch(libra
         assert chosen(rows) == (None if rows == library_products.SPLITTING_ROWS else "first")
 
 
+def test_where_the_librarys_own_stays_alike_products_take_the_quickest_of_one_order(library: FakeLibrary) -> None:
+    library.own_adds, library.own_takes, library.takes["quick"] = 0.25, 0.1, 1.0
+    assert chosen(3) is None
+    x = torch.randn(3, DEPTH).to(torch.bfloat16)
+    assert torch.equal(library_products.product_alike(x, weight()), library._linear(x, weight()))
+    assert library.last == "quick"
+    assert torch.equal(library_products.product(x, weight()), library._linear(x, weight()) + 0.25)
+
+
 def test_alike_products_are_by_what_was_chosen_or_the_first_guess(library: FakeLibrary) -> None:
     library.takes["quick"] = 1.0
     library.own_adds = 0.25  # is not asked
@@ -145,7 +154,7 @@ def test_an_alike_product_that_came_first_takes_what_is_chosen_later(library: Fa
 
 
 def test_where_there_is_no_library_there_are_no_alike_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library_products, "_alike", {})
+    monkeypatch.setattr(library_products, "_firsts", {})
     assert library_products.product_alike(torch.zeros(3, DEPTH, dtype=torch.bfloat16), weight()) is None
 
 
@@ -213,6 +222,9 @@ def test_a_model_asks_for_its_layers_at_all_sizes_and_for_its_logits_at_others(m
     assert isinstance(head, nn.Linear)
     few_rows.install(model.module)
     assert few_rows.choose(model.module, [1, 8, 64, 256], [8, 64]) == ""
+    with few_rows.alike():  # which has no own products
+        assert few_rows.choose(model.module, [1, 8], [8]) == ""
+    assert [asked.popitem()[1][1] for _ in range(5)] == [[8], *[[1, 8]] * 4]
     of_head = [sizes for shapes, sizes in asked.values() if tuple(head.weight.shape) in shapes]
     of_layers = [sizes for shapes, sizes in asked.values() if tuple(head.weight.shape) not in shapes]
     # Its weights are too narrow for own products of 8 rows; one row always has one.

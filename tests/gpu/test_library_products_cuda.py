@@ -25,7 +25,7 @@ DEVICE = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(library_products, "_choices", {})
-    monkeypatch.setattr(library_products, "_alike", {})
+    monkeypatch.setattr(library_products, "_firsts", {})
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library("cublaslt")
     functional.linear(*operands(Shape(64, 64, 64, torch.bfloat16)))  # so that the library is loaded
@@ -65,7 +65,7 @@ def test_what_was_chosen_computes_a_product_and_in_a_graph_too(monkeypatch: pyte
     expected = functional.linear(x, weight)
     products = Products(shape)
     last = products.variants(products.guesses())[-1]  # another one than the library takes
-    library_products._choices[DEVICE, shape] = Choice(products, last)
+    library_products._choices[DEVICE, shape] = Choice(products, last, is_used=True)
     monkeypatch.setattr(functional, "linear", None)  # it is not asked
     assert torch.equal(library_products.product(x, weight), expected)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -106,7 +106,7 @@ def test_operands_off_the_boundary_are_the_librarys() -> None:
     shape = Shape(128, 4096, 4096, torch.bfloat16)
     x, weight = operands(shape)
     products = Products(shape)
-    library_products._choices[DEVICE, shape] = Choice(products, Algorithm())  # would be refused
+    library_products._choices[DEVICE, shape] = Choice(products, Algorithm(), is_used=True)  # would be refused
     moved = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view_as(x).copy_(x)
     assert torch.equal(library_products.product(moved, weight), functional.linear(moved, weight))
 
@@ -133,4 +133,4 @@ def test_tokens_are_the_same_whatever_is_chosen(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(library_products, "LEAST_BYTES", 0)
     monkeypatch.setattr(library_products, "GAIN", 100.0)  # whatever is quickest but the library's own
     assert tokens() == usual
-    assert any(library_products._choices.values())
+    assert any(found is not None and found.is_used for found in library_products._choices.values())
