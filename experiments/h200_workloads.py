@@ -85,22 +85,22 @@ SPECS: dict[str, tuple[Spec, ...]] = {
         Spec("open-7-all-lengths", 30, (900, 2048), 40, rate=7.0),
     ),
     "heldout": (
-        Spec("closed-34-long", 34, 580, 128),
-        Spec("closed-76", 76, 260, 128),
-        Spec("closed-100", 100, 150, 128),
-        Spec("closed-52-mixed-lengths", 52, (40, 850), (40, 190)),
-        Spec("open-6", 40, (48, 760), (50, 160), rate=6.0),
-        Spec("open-13", 70, (32, 520), (24, 150), rate=13.0),
-        Spec("open-7-idle", 26, (48, 600), 14, rate=7.0),
-        Spec("open-11-short-answers", 60, (64, 1800), (4, 12), rate=11.0),
+        Spec("closed-38-long", 38, 600, 124),
+        Spec("closed-84", 84, 230, 120),
+        Spec("closed-108", 108, 140, 116),
+        Spec("closed-46-mixed-lengths", 46, (36, 880), (44, 185)),
+        Spec("open-5", 40, (56, 740), (48, 165), rate=5.5),
+        Spec("open-11", 64, (40, 500), (24, 160), rate=11.0),
+        Spec("open-8-idle", 28, (48, 580), 14, rate=8.0),
+        Spec("open-9-short-answers", 56, (64, 1700), (5, 13), rate=9.0),
     ),
     "delay": (
-        Spec("closed-30", 30, 160, 104, delays_us=DELAYS_US),
-        Spec("closed-30-again", 30, 160, 104, delays_us=DELAYS_US[::-1]),
+        Spec("closed-26", 26, 190, 104, delays_us=DELAYS_US),
+        Spec("closed-26-again", 26, 190, 104, delays_us=DELAYS_US[::-1]),
     ),
     "clocks": (Spec("closed-128-clocks", 128, 128, 128), Spec("closed-64-clocks", 64, 400, 144)),
     "fit-tight": (Spec("closed-50", 50, 240, 120), Spec("open-14", 36, (64, 400), (64, 200), rate=14.0)),
-    "tight": (Spec("closed-60", 60, 230, 140), Spec("open-19", 46, (72, 430), (60, 205), rate=19.0)),
+    "tight": (Spec("closed-62", 62, 225, 138), Spec("open-20", 44, (80, 440), (60, 200), rate=20.0)),
 }
 """What is judged was chosen before it was measured, and no earlier campaign had it."""
 
