@@ -65,7 +65,8 @@ class RunInfo:
     model          layers, dimensions, dtype, bytes of weights and of KV per token
     workload       what was asked for
     host_delay_us  busy-wait per step that was added to the host's work
-    host           what the host was like beside the run: `probe_us` lists readings of a probe before and after it
+    host           what the host was like: `probe_us` lists readings of a probe before and after the run,
+                   `probe_during_us` those in it, and `probe_during_at_ms` when each of these began
     seed           of the workload and of requests without a seed
     makespan_ns    from the start to the last token or notice
     preemptions    UNKNOWN where nobody counted
@@ -94,9 +95,14 @@ class RunInfo:
             raise ConfigError("makespan_ns", self.makespan_ns, "use a whole number of at least 0")
         if not 0 <= self.host_delay_us <= 1e9:
             raise ConfigError("host_delay_us", self.host_delay_us, "use a number from 0 to 1e9")
-        probes = self.host.get("probe_us", [])
-        if not isinstance(probes, list | tuple) or not all(_is_time(one) for one in probes):
-            raise ConfigError("host.probe_us", probes, "use a list of numbers above 0 and up to 1e9")
+        for name in ("probe_us", "probe_during_us", "probe_during_at_ms"):
+            probes = self.host.get(name, [])
+            if not isinstance(probes, list | tuple) or not all(_is_time(one) for one in probes):
+                raise ConfigError(f"host.{name}", probes, "use a list of numbers above 0 and up to 1e9")
+        during, at = (self.host.get(f"probe_during{name}", []) for name in ("_us", "_at_ms"))
+        if len(during) != len(at) or list(at) != sorted(at):
+            allowed = f"use times in order, one for each of {len(during)} probe_during_us"
+            raise ConfigError("host.probe_during_at_ms", at, allowed)
 
     def engine_config(self, **changes: Any) -> EngineConfig:
         """The engine's settings, with changes. Sizes of captured steps that followed from a limit follow the new one;

@@ -20,7 +20,7 @@ from sim.cold import COLD_KINDS, NOT_COLD, Cold, fit_cold
 from sim.compute_fit import FEW, HOT_MS, ComputeSteps, Mask, fit_compute, workloads_of
 from sim.compute_jitter import compute_jitter
 from sim.fitting import FloatArray, fit, quality, ratios
-from sim.host_speed import SPEED_KINDS, fit_probe, fit_speed, probe_us
+from sim.host_speed import SLOWEST, SPEED_KINDS, all_during, fit_probe, fit_speed, probe_us, probing_ns
 from sim.predict import heats, longest_contexts, seats
 from sim.profile import (
     STEP_KINDS,
@@ -34,7 +34,6 @@ from sim.profile import (
 )
 from sim.subject import differing_facts
 
-SLOWEST = 10  # times slower than usual is somebody else's work
 TAIL_NS = 300_000  # a step that ends so soon after its launch may have waited for it
 
 
@@ -65,7 +64,8 @@ class Samples:
     """All steps of all runs, one entry per step and name. Durations and times are in microseconds.
 
     run       which run the step is of, and `workload` which workload the run was of
-    probe     of each run, 0 without one; `submit` of each that began with many requests
+    probe     of each run, 0 without one, read during runs or beside them (`during`)
+    submit    of each run that began with many requests
     overlap   the run had several steps in flight
     busy      the compute lane was computing when this kind of host work began
     idle      the compute lane had nothing to do when the step was enqueued
@@ -96,6 +96,7 @@ class Samples:
     waited: Mask
     submit: FloatArray
     probe: FloatArray
+    during: bool
     delay: FloatArray
     inline: bool
 
@@ -122,18 +123,20 @@ def _gather(runs: Sequence[Run]) -> Samples:
             allowed = f"runs of one profile have one model, and {runs[0].info.name} had {once}"
             raise ConfigError(f"model.{fact}", size, allowed)
     keys = [(tuple(run.requests.prompt_tokens.tolist()), tuple(run.requests.output_tokens.tolist())) for run in runs]
-    parts = [_samples(run, number, of) for number, (run, of) in enumerate(zip(runs, workloads_of(keys), strict=True))]
+    during = all_during(runs)
+    workloads = enumerate(zip(runs, workloads_of(keys), strict=True))
+    parts = [_samples(run, number, of, during) for number, (run, of) in workloads]
     merged: dict[str, Any] = {}
     for name in Samples.__slots__:
         values = [getattr(part, name) for part in parts]
         if isinstance(values[0], dict):
             merged[name] = {key: np.concatenate([value[key] for value in values]) for key in values[0]}
         else:
-            merged[name] = values[0] if name == "inline" else np.concatenate(values)
+            merged[name] = values[0] if name in ("inline", "during") else np.concatenate(values)
     return Samples(**merged)
 
 
-def _samples(run: Run, number: int, workload: int) -> Samples:
+def _samples(run: Run, number: int, workload: int, during: bool) -> Samples:
     steps, count = run.steps, len(run.steps)
     inline = bool(run.info.device.get("inline", False))
     compute_end = steps.end("compute")
@@ -150,7 +153,9 @@ def _samples(run: Run, number: int, workload: int) -> Samples:
         "fill": filled - planned,
         "launch": launched - filled,
         "commit": steps.duration("commit"),
-        "deliver": np.where(following == UNKNOWN, UNKNOWN, following - delivering),
+        "deliver": np.where(
+            following == UNKNOWN, UNKNOWN, following - delivering - probing_ns(run, delivering, following)
+        ),
     }
     if inline:
         for lane in ("h2d", "restore", "compute", "offload", "d2h"):
@@ -187,7 +192,8 @@ def _samples(run: Run, number: int, workload: int) -> Samples:
         collect=_us(steps.start("commit") - np.maximum(collecting, ready)),
         waited=waited,
         submit=_submits(run),
-        probe=np.array([probe_us(run)]),
+        probe=np.array([probe_us(run, during=during)]),
+        during=during,
         delay=np.full(count, run.info.host_delay_us),
         inline=inline,
     )
@@ -293,6 +299,7 @@ def _host(samples: Samples) -> tuple[HostProfile, dict[str, FitItem], dict[str, 
         submit_us=_middle(samples.submit),
         hold_ms=speed.hold_ms,
         probe_us=usual_probe,
+        probe_during=samples.during and usual_probe > 0,
         probe_power=power,
         cold_fill=cold.factors.get("fill", 0.0),
         cold_launch=cold.factors.get("launch", 0.0),

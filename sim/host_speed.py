@@ -16,6 +16,7 @@ from asyncsched.runs import IntArray, Run
 from sim.fitting import FloatArray, ratios
 from sim.profile import Profile
 
+SLOWEST = 10  # times slower than usual is somebody else's work
 SPEED_KINDS = ("plan", "fill", "launch", "commit")
 WINDOW_US = 50_000  # the speed of a time is that of so long around it
 LAGS = 40  # windows
@@ -77,10 +78,30 @@ def _hold_us(of_window: FloatArray, known: FloatArray) -> float:
     return float(LAGS * WINDOW_US)
 
 
-def probe_us(run: Run) -> float:
-    """The run's probe, on average over its readings; 0 where nobody read one."""
-    readings = run.info.host.get("probe_us", ())
-    return float(np.mean(readings)) if len(readings) else 0.0
+def probe_us(run: Run, *, during: bool) -> float:
+    """The run's probe, on average over its readings during the run, or over those beside it; 0 where nobody read one.
+
+    The mean, because what a run takes is a sum: of a run that was slow for half of its time a median says that it was
+    slow, or that it was not. A reading counts SLOWEST times the median at most, as host work does in `host_speed`."""
+    readings = run.info.host.get("probe_during_us" if during else "probe_us", ())
+    return float(np.minimum(readings, SLOWEST * np.median(readings)).mean()) if len(readings) else 0.0
+
+
+def probing_ns(run: Run, begins: IntArray, ends: IntArray) -> IntArray:
+    """How much of these times, which begin and end then, the recorder spent on readings during the run."""
+    host = run.info.host
+    at = np.asarray(host.get("probe_during_at_ms", ()), dtype=np.float64) * 1e6
+    took = np.asarray(host.get("probe_during_us", ()), dtype=np.float64) * 1e3
+    so_far = np.concatenate(([0], np.cumsum(took)))
+    first, last = (np.searchsorted(at, times) for times in (begins, ends))
+    return np.asarray(np.where(last > first, so_far[np.maximum(last, first)] - so_far[first], 0), dtype=np.int64)
+
+
+def all_during(runs: Sequence[Run]) -> bool:
+    """Whether every run that has a probe at all has it during the run. Where not, only readings beside runs can be
+    compared: the caches are warm there, and the same host reads less."""
+    of_runs = [(probe_us(run, during=True), probe_us(run, during=False)) for run in runs]
+    return any(during for during, _ in of_runs) and all(during for during, beside in of_runs if during or beside)
 
 
 def fit_probe(probes: FloatArray, speeds: FloatArray) -> tuple[float, float]:
@@ -99,10 +120,23 @@ def fit_probe(probes: FloatArray, speeds: FloatArray) -> tuple[float, float]:
 
 
 def probed(profile: Profile, run: Run) -> Profile:
-    """The profile for a host as quick as the run's probe says, which was read beside the run and not in it. The same
-    profile where the run has no probe, or the profile's runs had none."""
-    host, reading = profile.host, probe_us(run)
+    """The profile for a host as quick as the run's probe says, which knows nothing of the run. The same profile where
+    the run has no probe of the kind that the profile's runs had, or they had none."""
+    host = profile.host
+    reading = probe_us(run, during=host.probe_during)
     if not reading or not host.probe_us:
         return profile
     slower = (reading / host.probe_us) ** host.probe_power
     return profile.model_copy(update={"host": host.model_copy(update={"scale": host.scale * slower})})
+
+
+def probe_warning(profile: Profile, run: Run) -> str:
+    """One line on a run whose probe cannot be used, because it is of another kind than the profile's; "" otherwise."""
+    host = profile.host
+    if not host.probe_us or probe_us(run, during=host.probe_during) or not probe_us(run, during=not host.probe_during):
+        return ""
+    mine, theirs = ("during", "beside")[:: 1 if host.probe_during else -1]
+    return (
+        f"the profile's host probe was read {mine} its runs, and this run's {theirs} it: they cannot be compared, and "
+        "the run is predicted for the profile's usual host"
+    )

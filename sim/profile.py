@@ -65,6 +65,7 @@ class HostProfile(Section):
     hold_ms         how long the host keeps one speed, on average; its speeds are in the jitter
     probe_us, probe_power   a host whose probe takes so long has the speed of this profile; one whose probe takes twice
                     as long is slower by 2 to that power. 0: no probe was read
+    probe_during    it was read during the runs, and not beside them: such readings are larger
     cold_fill, cold_launch, cold_us   behind a delay of d, a fill takes 1 + cold_fill * d / (d + cold_us) times as long,
                     for caches have grown cold; so does the launch of a captured step
     delay_us        a busy-wait in each step, a testing aid of recordings; `scale` does not stretch it
@@ -87,6 +88,7 @@ class HostProfile(Section):
     hold_ms: Time = 0.0
     probe_us: Time = 0.0
     probe_power: Annotated[float, Field(ge=0, le=1)] = 0.0
+    probe_during: bool = False
     cold_fill: Annotated[float, Field(ge=0, le=100)] = 0.0
     cold_launch: Annotated[float, Field(ge=0, le=100)] = 0.0
     cold_us: Time = 0.0

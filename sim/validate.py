@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from asyncsched.plan import StepShape
 from asyncsched.runs import SIZES, UNKNOWN, Run
-from sim.host_speed import probed
+from sim.host_speed import SLOWEST, probed
 from sim.measured import MeasuredCosts, jitter_of, step_kind
 from sim.predict import heats, longest_contexts, predict, replay, seats
 from sim.profile import QUANTILES, STEP_KINDS, Profile
@@ -25,7 +25,6 @@ IDLE = ("host", "h2d", "back_to_back", "no_work")
 POINTS = ("gpu_active", *(f"idle.{cause}" for cause in IDLE))
 """Figures that are shares of the makespan: their errors are differences, in points."""
 COVERED = 0.9
-SLOWEST = 10  # times slower than usual is somebody else's work
 
 FloatArray = NDArray[np.float64]
 
@@ -290,7 +289,7 @@ class Judged(NamedTuple):
 
 def judge(run: Run, profile: Profile, *, draws: int = 0) -> Judged:
     """Predicts the run, once without jitter and `draws` times with it, and says how far off that is. Where a probe was
-    read beside the run, it is predicted for a host as quick as that says."""
+    read, it is predicted for a host as quick as that says."""
     profile = probed(profile, run)
     predicted = predict(run, profile)
     drawn = [predict(run, profile, seed=seed) for seed in range(draws)]

@@ -93,6 +93,24 @@ def test_host_spans_of_a_step_follow_one_another(runs: tuple[Run, Run]) -> None:
     assert np.median(delays) < 800_000
 
 
+def test_the_host_is_probed_every_20_ms_and_no_more_often(runs: tuple[Run, Run]) -> None:
+    run = Recorder(tiny(), host_delay_us=3000).run([TimedRequest(0, 4, 28)], name="long")
+    at, took = (np.array(run.info.host[f"probe_during{name}"]) for name in ("_at_ms", "_us"))
+    delivered = np.sort(run.steps.start("deliver")) / 1e6
+    assert (np.diff(at) >= recorder.PROBE_EVERY_MS).all()
+    assert 3 <= len(at) <= 1 + run.info.makespan_ns / 1e6 / recorder.PROBE_EVERY_MS
+    due = np.searchsorted(delivered, at[:-1] + recorder.PROBE_EVERY_MS)
+    delivery = np.searchsorted(delivered, at)  # it was read right before this one
+    assert (delivery[1:] - due <= 1).all()  # the next where the reading would have been early by a moment
+    assert (at + took / 1e3 <= delivered[delivery]).all()
+    assert all(1 < us < 1e6 for us in took)
+    log = run.requests
+    tokens = log.first_ns[0] + np.concatenate(([0], np.cumsum(log.gaps_ns[0])))
+    assert set(np.rint(at * 1e6).astype(int)) <= set(tokens.tolist())  # no token is later for it
+    for short in runs:
+        assert len(short.info.host["probe_during_us"]) == len(short.info.host["probe_during_at_ms"]) >= 1
+
+
 def test_slots_count_from_the_first_of_a_recording() -> None:
     """Three steps at depth 2: the next recording begins in the other slot, and reads the same."""
     llm = tiny()

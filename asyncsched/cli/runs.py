@@ -69,13 +69,16 @@ def load_profile(name: str | None) -> Profile:
 
 
 def check_subject(profile: Profile, run: Run) -> list[str]:
-    """A warning, which is printed too, where the profile is of another model or device than the run."""
+    """Warnings, which are printed too: the profile is of another model or device than the run, or of another kind of
+    probe."""
+    from sim.host_speed import probe_warning
     from sim.subject import of_profile, of_run, warning
 
-    said = warning(of_profile(profile), of_run(run), "run")
-    if said:
+    notes = [warning(of_profile(profile), of_run(run), "run"), probe_warning(profile, run)]
+    notes = [said for said in notes if said]
+    for said in notes:
         print("warning:", said, file=sys.stderr)
-    return [said] if said else []
+    return notes
 
 
 def _found_run(name: str) -> str:
