@@ -23,6 +23,7 @@ from sim.fitting import FloatArray, fit, quality, ratios
 from sim.host_speed import SLOWEST, SPEED_KINDS, all_during, fit_probe, fit_speed, probe_us, probing_ns
 from sim.predict import heats, longest_contexts, seats
 from sim.profile import (
+    SCHEMA,
     STEP_KINDS,
     CopyProfile,
     FitItem,
@@ -44,7 +45,7 @@ def calibrate(runs: Sequence[Run], description: str = "") -> Profile:
     gpu, gpu_items, gpu_jitter = _gpu(samples)
     first = runs[0].info
     return Profile(
-        schema=1,
+        schema=SCHEMA,
         description=description,
         runs=tuple(run.info.name for run in runs),
         device=dict(first.device),

@@ -9,14 +9,16 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from asyncsched.errors import ConfigError
 from sim.spec import Section, Time, validate
 
-SCHEMA = 1
+SCHEMA: Final = 2
+"""Of files. 1 had prices of the same names for another model: sequences were split by the batch's share, and a step was
+slower behind a large prefill whatever that one took."""
 HOST_KINDS = ("plan", "fill", "launch", "eager_launch", "commit", "deliver")
 STEP_KINDS = ("decode", "mixed", "prefill")
 LARGE_SEQS = 64
@@ -242,7 +244,7 @@ class FitItem(Section):
 class Profile(Section):
     """`fit` says where it comes from and what it is worth; it prices nothing."""
 
-    schema_version: Literal[1] = Field(default=1, alias="schema")
+    schema_version: Literal[2] = Field(default=SCHEMA, alias="schema")
     description: str = ""
     runs: Annotated[
         tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
@@ -256,6 +258,17 @@ class Profile(Section):
     gpu: GpuProfile = GpuProfile()
     jitter: JitterProfile = JitterProfile()
     fit: dict[str, FitItem] = Field(default={})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_schema(cls, data: Any) -> Any:
+        """Before anything else: keys of another schema say nothing."""
+        if isinstance(data, Mapping) and (schema := data.get("schema", SCHEMA)) != SCHEMA:
+            allowed = (
+                f"this version reads schema {SCHEMA}: fit the profile again from its runs (`asyncsched calibrate`)"
+            )
+            raise ConfigError("schema", schema, allowed)
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Profile:

@@ -22,7 +22,7 @@ PREFILL = {
     "us_per_token_and_decode": 0.8,
 }
 PLANTED = {
-    "schema": 1,
+    "schema": 2,
     "host": {
         "plan": {"us": 60.0, "us_per_seq": 1.5, "us_per_prefill_token": 0.02, "busy_factor": 1.2},
         "fill": {"us": 40.0, "us_per_seq": 0.5},

@@ -419,7 +419,12 @@ def _fields(info: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 2}, "schema"),
+        ({"schema": 1}, "schema.* 1.*fit the profile again from its runs"),
+        ({"schema": 1, "an_old_key": 5}, "fit the profile again from its runs"),
+        ({"schema": 3}, "schema"),
+        ({"schema": "2"}, "schema"),
+        ({"schema": None}, "schema"),
+        ({"schema": math.nan}, "schema"),
         ({"more": 1}, "unknown key"),
         ({"gpu": {"decode_seqs": [1, 1], "decode_us": [1.0, 2.0]}}, "gpu.decode_seqs"),
         ({"gpu": {"decode_seqs": [1], "decode_us": [1.0, 2.0]}}, "gpu.decode_us"),

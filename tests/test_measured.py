@@ -15,7 +15,7 @@ from sim.profile import HOT_TOKENS, Profile
 HOST = {"plan": 70, "fill": 50, "commit": 40, "deliver": 30}
 PATH = sum(HOST.values()) - HOST["deliver"]  # what is delivered is handed over behind the next launch
 BASE: dict[str, Any] = {
-    "schema": 1,
+    "schema": 2,
     "host": {
         **{kind: {"us": float(us)} for kind, us in HOST.items()},
         "launch": {"us": 100.0},
