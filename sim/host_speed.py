@@ -17,6 +17,7 @@ from sim.fitting import FloatArray, ratios
 from sim.profile import Profile
 
 SLOWEST = 10  # times slower than usual is somebody else's work
+LONGEST = 3  # times the median is what a reading counts at most
 SPEED_KINDS = ("plan", "fill", "launch", "commit")
 WINDOW_US = 50_000  # the speed of a time is that of so long around it
 LAGS = 40  # windows
@@ -82,9 +83,10 @@ def probe_us(run: Run, *, during: bool) -> float:
     """The run's probe, on average over its readings during the run, or over those beside it; 0 where nobody read one.
 
     The mean, because what a run takes is a sum: of a run that was slow for half of its time a median says that it was
-    slow, or that it was not. A reading counts SLOWEST times the median at most, as host work does in `host_speed`."""
+    slow, or that it was not. A reading counts LONGEST times the median at most: hosts change their speed by factors of
+    two, what is longer is somebody else's work, and weighs more in one of 50 readings than in one of 500 steps."""
     readings = run.info.host.get("probe_during_us" if during else "probe_us", ())
-    return float(np.minimum(readings, SLOWEST * np.median(readings)).mean()) if len(readings) else 0.0
+    return float(np.minimum(readings, LONGEST * np.median(readings)).mean()) if len(readings) else 0.0
 
 
 def probing_ns(run: Run, begins: IntArray, ends: IntArray) -> IntArray:
