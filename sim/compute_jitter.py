@@ -15,6 +15,7 @@ from sim.profile import GpuProfile
 
 FEW_RUNS = 3  # runs that say something about runs
 FEW_LARGE = 100  # decode steps, from which large and small ones have a table each
+FEW_IN_TAILS = 40  # prefills, and mixed steps, from which these have a table each: 5% of them are two
 
 
 def compute_jitter(steps: ComputeSteps, found: ComputeFit, gpu: GpuProfile) -> dict[str, tuple[float, ...]]:
@@ -32,7 +33,12 @@ def compute_jitter(steps: ComputeSteps, found: ComputeFit, gpu: GpuProfile) -> d
         knowing = steps.duration[rows] / found.predicted[rows]
         unseen = steps.duration[rows] / found.unseen[rows]
         usual = widened(knowing, _corners_near(steps, rows, price.tokens) + more)
-        tables[name] = table_of(np.where(np.isnan(unseen), usual, _as_others_see(knowing, unseen)))
+        errors = np.where(np.isnan(unseen), usual, _as_others_see(knowing, unseen))
+        alone = ~steps.beside[rows]
+        of = {name: ~alone, f"{name}_prefill": alone}
+        if min(map(np.count_nonzero, of.values())) < FEW_IN_TAILS:
+            of = {name: np.ones_like(alone)}
+        tables |= {table: table_of(errors[mine], "weibull") for table, mine in of.items()}
     return tables
 
 

@@ -7,7 +7,7 @@ machine did something else) lose their weight. numpy only: the problems have a d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,11 +136,12 @@ def widened(ratios: FloatArray, unknowns: int) -> FloatArray:
     return np.asarray(np.maximum(1 + spread * (ratios - 1), 0.0))
 
 
-def table_of(ratios: FloatArray) -> tuple[float, ...]:
-    """Ratios as the table that `MeasuredCosts` draws from, scaled to draw 1 on average; none of fewer than two."""
+def table_of(ratios: FloatArray, method: Literal["linear", "weibull"] = "linear") -> tuple[float, ...]:
+    """Ratios as the table that `MeasuredCosts` draws from, scaled to draw 1 on average; none of fewer than two.
+    `weibull` is for few of them: another one is below each quantile as often as that says, and not less far out."""
     if len(ratios) < 2:
         return ()
-    table = np.quantile(ratios, QUANTILES)
+    table = np.quantile(ratios, QUANTILES, method=method)
     mean = float(np.trapezoid(table, QUANTILES))
     return tuple((table / mean).tolist()) if mean > 0 else ()
 

@@ -34,7 +34,9 @@ _STREAMS = {
     "decode": Stream.FORWARD,
     "decode_large": Stream.FORWARD,
     "eager": Stream.FORWARD,
+    "eager_prefill": Stream.FORWARD,
     "padded": Stream.FORWARD,
+    "padded_prefill": Stream.FORWARD,
 }
 
 
@@ -53,7 +55,9 @@ def padded_seqs(shape: StepShape) -> int:
 def jitter_of(jitter: JitterProfile, shape: StepShape) -> tuple[str, str]:
     """The names of the tables of a step and of what its run has in common, "" where that is in the first."""
     if shape.num_prefill_tokens:
-        return ("padded" if shape.mixed_bucket else "eager"), ""
+        launched = "padded" if shape.mixed_bucket else "eager"
+        alone = f"{launched}_prefill"
+        return (launched if shape.num_decodes or not getattr(jitter, alone) else alone), ""
     if padded_seqs(shape) < LARGE_SEQS:
         return "decode", "run"
     return "decode_large" if jitter.decode_large else "decode", "run_large" if jitter.run_large else "run"

@@ -191,7 +191,8 @@ class JitterProfile(Section):
 
     decode_large     of decode steps of LARGE_SEQS sequences and more, padded ones included; () where they are as the
                      others
-    eager, padded    of steps that prefill, by how they are launched and priced
+    eager, padded    of steps that prefill, by how they are launched and priced; `eager_prefill` and `padded_prefill` of
+                     those without decodes, () where they are as the others
     host             of all host work at once, over times in which the host has one speed; the tables of plan, fill,
                      launch, commit and deliver are of what is left
     run, run_large   the same of whole runs' decode steps, and of those of LARGE_SEQS sequences and more: what a run has
@@ -202,7 +203,9 @@ class JitterProfile(Section):
     decode: Ratios = ()
     decode_large: Ratios = ()
     eager: Ratios = ()
+    eager_prefill: Ratios = ()
     padded: Ratios = ()
+    padded_prefill: Ratios = ()
     plan: Ratios = ()
     fill: Ratios = ()
     launch: Ratios = ()

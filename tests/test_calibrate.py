@@ -294,15 +294,30 @@ def test_jitter_keeps_its_mean_and_its_spread() -> None:
         assert table[-3] - table[2] == pytest.approx(2 * 1.645 * NOISE[name], rel=0.25)
 
 
-def test_steps_with_prefills_vary_as_they_are_launched() -> None:
-    """Captured ones were planted a third as wide as others; mixed steps and prefills are in one table."""
+def test_steps_with_prefills_vary_as_they_are_launched_and_by_whether_they_have_decodes() -> None:
+    """Captured ones were planted a third as wide as others, and those of them without decodes a third of that."""
     truth, sizes = noisy(), {"mixed_buckets": (64, 128, 256)}
+    alone = tuple(1 + (ratio - 1) / 3 for ratio in truth.jitter.padded)
+    truth = truth.model_copy(update={"jitter": truth.jitter.model_copy(update={"padded_prefill": alone})})
     prompts, arrivals = [40, 200, 600] * 40, [15.0 * number for number in range(120)]
     asked = [wanted(f"open-{depth}", depth, prompts, [12] * 120, arrivals, **sizes) for depth in (1, 2)]
-    fitted = calibrate([happened(run, truth, seed=seed) for seed in (1, 2) for run in asked])
-    for name in ("eager", "padded"):
+    asked += [wanted(f"idle-{depth}", depth, prompts, [2] * 120, arrivals, **sizes) for depth in (1, 2)]
+    runs = [happened(run, truth, seed=seed) for seed in (1, 2) for run in asked]
+    fitted = calibrate(runs)
+    for name, sigma in (
+        ("eager", NOISE["eager"]),
+        ("padded", NOISE["padded"]),
+        ("padded_prefill", NOISE["padded"] / 3),
+    ):
         table = np.array(getattr(fitted.jitter, name))
-        assert table[-3] - table[2] == pytest.approx(2 * 1.645 * NOISE[name], rel=0.25)
+        assert table[-3] - table[2] == pytest.approx(2 * 1.645 * sigma, rel=0.25), name
+    shares: dict[str, list[tuple[int, float]]] = {}
+    for run in asked:
+        for one in coverage(happened(run, truth, seed=7), fitted):
+            shares.setdefault(one.kind, []).append((one.count, one.share))
+    for kind in ("mixed", "prefill"):
+        count, share = np.array(shares[kind]).T
+        assert np.average(share, weights=count) == pytest.approx(0.9, abs=0.05), kind
 
 
 def test_what_a_run_has_in_common_is_counted_once() -> None:

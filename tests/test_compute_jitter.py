@@ -1,13 +1,15 @@
 """Tables of what varies are as wide as what they will be held against: workloads that the fit has not seen."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from numpy.typing import ArrayLike
 
 from sim.compute_fit import HOT_MS, ComputeFit, ComputeSteps, fit_compute
-from sim.compute_jitter import compute_jitter
+from sim.compute_jitter import FEW_IN_TAILS, compute_jitter
+from sim.fitting import table_of
 from sim.profile import QUANTILES, GpuProfile
 
 BUCKETS = (64, 128, 192, 256)
@@ -79,3 +81,32 @@ def test_a_captured_size_that_one_workload_alone_has_says_nothing_of_others() ->
     found = fit_compute(steps)
     assert np.isnan(found.unseen).tolist() == (steps.size == 160).tolist()
     assert width(steps, found) == pytest.approx(2 * 1.645 * 0.01, rel=0.15)
+
+
+def test_a_table_of_few_steps_holds_nine_tenths_of_others() -> None:
+    """Quantiles of 40 samples are too close to the middle, taken as they come: they hold 0.9 * 39 / 41 of others."""
+    random = np.random.default_rng(6)
+    held = {}
+    for method in ("linear", "weibull"):
+        tables = np.array([table_of(1 + 0.01 * random.standard_normal(FEW_IN_TAILS), method) for _ in range(4000)])
+        others = 1 + 0.01 * random.standard_normal((4000, 50))
+        held[method] = np.mean((tables[:, [LOW]] <= others) & (others <= tables[:, [HIGH]]))
+    assert held["weibull"] == pytest.approx(0.9, abs=0.01)
+    assert held["linear"] == pytest.approx(0.9 * 39 / 41, abs=0.01)
+
+
+@pytest.mark.parametrize("few", ["prefill", "mixed"])
+def test_few_steps_of_one_kind_have_no_table_of_their_own(few: str) -> None:
+    """39 of one and 200 of the other are in one table; 40 have theirs."""
+    random = np.random.default_rng(7)
+
+    def tables(count: int) -> set[str]:
+        of_few = np.repeat([True, False], [count, 200])
+        noise = 1 + 0.01 * random.standard_normal(len(of_few))
+        steps = captured([64, 128] * (len(of_few) // 2) + [64] * (len(of_few) % 2), [0] * len(of_few), noise)
+        steps = replace(steps, beside=of_few == (few == "mixed"))
+        found = fit_compute(steps)
+        return {name for name, table in compute_jitter(steps, found, GpuProfile(**found.values)).items() if table}
+
+    assert "padded_prefill" not in tables(FEW_IN_TAILS - 1)
+    assert {"padded", "padded_prefill"} <= tables(FEW_IN_TAILS)
