@@ -4,7 +4,7 @@ What the recording costs is kept out of the steps: plans and deliveries are kept
 the run is over. Requests are greedy, of random tokens, and get exactly the tokens they ask for.
 
 One thing is done beside: behind a delivery, PROBE_EVERY_MS and more after the last time, one step of the host's probe.
-That takes tens of microseconds with cold caches, up to 0.5% of the host's time. Behind most deliveries the device
+That takes tens of microseconds with cold caches, 0.3% of the time of runs on an H200. Behind most deliveries the device
 computes meanwhile; a step is longer by as much where the host is what the device waits for, and in a synchronous run
 where requests have just arrived. It is no work of the engine's: when each reading was taken is kept, and `calibrate`
 leaves it out of the delivery's price.

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from sim.compute_fit import FEW, ComputeFit, ComputeSteps, Mask
+from sim.compute_fit import FEW, HOT_MS, ComputeFit, ComputeSteps, Mask
 from sim.fitting import FloatArray, hats, table_of, widened
 from sim.profile import GpuProfile
 
 FEW_RUNS = 3  # runs that say something about runs
-FEW_LARGE = 100  # decode steps, from which large and small ones have a table each
-FEW_IN_TAILS = 40  # prefills, and mixed steps, from which these have a table each: 5% of them are two
+FEW_DECODES = 100  # decode steps, from which large and small ones, hot and cold ones have a table each
+FEW_IN_TAILS = 40  # prefills, mixed steps, hot ones, from which these have a table each: 5% of them are two
 
 
 def compute_jitter(steps: ComputeSteps, found: ComputeFit, gpu: GpuProfile) -> dict[str, tuple[float, ...]]:
     """Keys of JitterProfile: those of steps, and of whole runs."""
-    large = steps.large
-    if min(np.count_nonzero(large), np.count_nonzero(steps.decode & ~large)) < FEW_LARGE:
-        large = np.zeros_like(large)
-    kinds = {"decode": steps.decode & ~large, "decode_large": large}
-    tables, within = _of_runs(steps, found, kinds)
-    for name, rows in kinds.items():
+    large = _apart(steps.large, steps.decode, FEW_DECODES)
+    tables, within = _of_runs(steps, found, {"decode": steps.decode & ~large, "decode_large": large})
+    heat = steps.heat[:, HOT_MS.index(gpu.hot_ms)] > 0 if gpu.hot_ms else np.zeros_like(large)
+    small = steps.decode & ~large
+    hot = _apart(small & heat, small, FEW_DECODES)
+    for name, rows in {"decode": small & ~hot, "decode_hot": hot, "decode_large": large}.items():
         unknowns = _corners_near(steps, rows, gpu.decode_seqs) + len(gpu.kv_us)
         tables[name] = table_of(widened(steps.duration[rows] / within[rows], unknowns))
     for name, price, more in (("eager", gpu.eager, 3), ("padded", gpu.padded, 4)):
@@ -34,12 +34,18 @@ def compute_jitter(steps: ComputeSteps, found: ComputeFit, gpu: GpuProfile) -> d
         unseen = steps.duration[rows] / found.unseen[rows]
         usual = widened(knowing, _corners_near(steps, rows, price.tokens) + more)
         errors = np.where(np.isnan(unseen), usual, _as_others_see(knowing, unseen))
-        alone = ~steps.beside[rows]
-        of = {name: ~alone, f"{name}_prefill": alone}
-        if min(map(np.count_nonzero, of.values())) < FEW_IN_TAILS:
-            of = {name: np.ones_like(alone)}
-        tables |= {table: table_of(errors[mine], "weibull") for table, mine in of.items()}
+        everybody = np.ones(len(errors), dtype=bool)
+        hot = _apart(heat[rows] & (name == "padded"), everybody, FEW_IN_TAILS)
+        alone = _apart(~hot & ~steps.beside[rows], ~hot, FEW_IN_TAILS)
+        of = {name: ~hot & ~alone, f"{name}_prefill": alone, f"{name}_hot": hot}
+        tables |= {table: table_of(errors[mine], "weibull") for table, mine in of.items() if mine.any()}
     return tables
+
+
+def _apart(some: Mask, of: Mask, least: int) -> Mask:
+    """Some of these steps; none where there are fewer than that of them, or of the others."""
+    enough = min(np.count_nonzero(some), np.count_nonzero(of & ~some)) >= least
+    return some if enough else np.zeros_like(some)
 
 
 def _of_runs(

@@ -32,11 +32,13 @@ _STREAMS = {
     "commit": Stream.COMMIT,
     "deliver": Stream.DELIVER,
     "decode": Stream.FORWARD,
+    "decode_hot": Stream.FORWARD,
     "decode_large": Stream.FORWARD,
     "eager": Stream.FORWARD,
     "eager_prefill": Stream.FORWARD,
     "padded": Stream.FORWARD,
     "padded_prefill": Stream.FORWARD,
+    "padded_hot": Stream.FORWARD,
 }
 
 
@@ -52,14 +54,16 @@ def padded_seqs(shape: StepShape) -> int:
     return shape.bucket or shape.num_seqs
 
 
-def jitter_of(jitter: JitterProfile, shape: StepShape) -> tuple[str, str]:
+def jitter_of(jitter: JitterProfile, shape: StepShape, heat: float) -> tuple[str, str]:
     """The names of the tables of a step and of what its run has in common, "" where that is in the first."""
     if shape.num_prefill_tokens:
         launched = "padded" if shape.mixed_bucket else "eager"
+        if heat and launched == "padded" and jitter.padded_hot:
+            return "padded_hot", ""
         alone = f"{launched}_prefill"
         return (launched if shape.num_decodes or not getattr(jitter, alone) else alone), ""
     if padded_seqs(shape) < LARGE_SEQS:
-        return "decode", "run"
+        return "decode_hot" if heat and jitter.decode_hot else "decode", "run"
     return "decode_large" if jitter.decode_large else "decode", "run_large" if jitter.run_large else "run"
 
 
@@ -163,7 +167,7 @@ class MeasuredCosts:
             rows = min(shape.mixed_bucket, self._seats) if padded else shape.num_decodes
             price = self._prefill[padded].us(shape, longest / splits(gpu.whole_seqs, rows))
         price *= 1 + heat * (gpu.hot_decode if kind == "decode" else gpu.hot_padded if padded else 0.0)
-        table, of_run = jitter_of(self.profile.jitter, shape)
+        table, of_run = jitter_of(self.profile.jitter, shape, heat)
         price *= self._factor * self._run[of_run] * self._multiplier(table, step)
         return round(price + (self._idle_start if idle else 0.0))
 

@@ -193,6 +193,8 @@ class JitterProfile(Section):
                      others
     eager, padded    of steps that prefill, by how they are launched and priced; `eager_prefill` and `padded_prefill` of
                      those without decodes, () where they are as the others
+    decode_hot, padded_hot   of decode steps that are not large, and of captured ones that prefill, where a large
+                     prefill was in the `hot_ms` before; () where they are as the others
     host             of all host work at once, over times in which the host has one speed; the tables of plan, fill,
                      launch, commit and deliver are of what is left
     run, run_large   the same of whole runs' decode steps, and of those of LARGE_SEQS sequences and more: what a run has
@@ -201,11 +203,13 @@ class JitterProfile(Section):
     """
 
     decode: Ratios = ()
+    decode_hot: Ratios = ()
     decode_large: Ratios = ()
     eager: Ratios = ()
     eager_prefill: Ratios = ()
     padded: Ratios = ()
     padded_prefill: Ratios = ()
+    padded_hot: Ratios = ()
     plan: Ratios = ()
     fill: Ratios = ()
     launch: Ratios = ()

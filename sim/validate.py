@@ -198,7 +198,7 @@ def coverage(run: Run, profile: Profile) -> tuple[Coverage, ...]:
     for row in np.flatnonzero(steps.has("compute")).tolist():
         shape = shapes[row]
         kind = step_kind(shape)
-        low, high = interval(*jitter_of(profile.jitter, shape))
+        low, high = interval(*jitter_of(profile.jitter, shape, float(heat[row])))
         price = costs.forward_ns(shape, int(longest[row]), 0, bool(idle[row]), float(heat[row]))
         bounds = price * low, price * high
         if not shape.bucket and not shape.mixed_bucket and not costs.inline:

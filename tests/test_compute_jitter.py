@@ -110,3 +110,44 @@ def test_few_steps_of_one_kind_have_no_table_of_their_own(few: str) -> None:
 
     assert "padded_prefill" not in tables(FEW_IN_TAILS - 1)
     assert {"padded", "padded_prefill"} <= tables(FEW_IN_TAILS)
+
+
+@pytest.mark.parametrize("count", [FEW_IN_TAILS - 1, 2 * FEW_IN_TAILS])
+def test_captured_steps_behind_large_prefills_have_a_table_where_there_are_enough(count: int) -> None:
+    """They were planted five times as wide as the others, which stay as they are."""
+    random = np.random.default_rng(8)
+    hot = np.repeat([True, False], [count, 400])
+    noise = 1 + np.where(hot, 0.05, 0.01) * random.standard_normal(len(hot))
+    steps = captured(random.choice([64, 128], len(hot)).tolist(), [0] * len(hot), noise)
+    steps = replace(steps, heat=np.where(hot[:, None], 0.5, 0.0) * np.ones((1, len(HOT_MS))))
+    found = fit_compute(steps)
+    values = {**found.values, "hot_ms": HOT_MS[2], "hot_padded": 0.0}  # that is what a share of them would be
+    tables = {name: table for name, table in compute_jitter(steps, found, GpuProfile(**values)).items() if table}
+    if count < FEW_IN_TAILS:
+        assert set(tables) == {"padded"}
+        return
+    for name, sigma in (("padded_hot", 0.05), ("padded", 0.01)):
+        assert tables[name][HIGH] - tables[name][LOW] == pytest.approx(2 * 1.645 * sigma, rel=0.3), name
+
+
+def test_decodes_behind_large_prefills_have_a_table_and_large_ones_none() -> None:
+    random = np.random.default_rng(9)
+    hot = np.arange(1200) % 3 == 0
+    large = np.arange(1200) >= 600
+    noise = 1 + np.where(large, 0.15, np.where(hot, 0.05, 0.01)) * random.standard_normal(1200)
+    size = np.where(large, 96, 8)
+    steps = captured(size.tolist(), [0] * 1200, noise)
+    steps = replace(
+        steps,
+        decode=np.ones(1200, dtype=bool),
+        rows=size,
+        kv_tokens=10 * size,
+        heat=np.where(hot[:, None], 0.5, 0.0) * np.ones((1, len(HOT_MS))),
+    )
+    found = fit_compute(steps)
+    values = {**found.values, "hot_ms": HOT_MS[2], "hot_decode": 0.0}
+    tables = compute_jitter(steps, found, GpuProfile(**values))
+    widths = {name: table[HIGH] - table[LOW] for name, table in tables.items() if table}
+    assert set(widths) == {"decode", "decode_hot", "decode_large"}
+    for name, sigma in (("decode", 0.01), ("decode_hot", 0.05), ("decode_large", 0.15)):
+        assert widths[name] == pytest.approx(2 * 1.645 * sigma, rel=0.3), name

@@ -28,7 +28,7 @@ def missed(validation: Validation) -> list[str]:
     return [figure for figure, limit in LIMITS.items() if abs(validation.row(figure).error) > limit]
 
 
-@pytest.mark.parametrize("name", ["closed-68-async", "closed-68-sync", "closed-36-long-async"])
+@pytest.mark.parametrize("name", ["closed-84-async", "closed-84-sync", "closed-38-long-async"])
 def test_a_held_out_run_is_predicted(profile: Profile, name: str) -> None:
     run = load_run(f"{NAME}-heldout::{name}")
     validation = judge(run, profile).validation
@@ -73,7 +73,7 @@ def test_every_recorded_decision_is_the_schedulers() -> None:
 
 def test_a_host_that_was_slow_is_seen_to_be(profile: Profile) -> None:
     """By its own plans and commits; one was recorded half a minute after the other."""
-    fast, slow = (load_run(f"{NAME}-heldout::{name}") for name in ("closed-96-async", "open-3-idle-async"))
+    fast, slow = (load_run(f"{NAME}-heldout::{name}") for name in ("closed-38-long-async", "open-8-idle-async"))
     assert host_speed(fast, profile) < 0.7
     assert host_speed(slow, profile) > 1.1
 
@@ -89,10 +89,10 @@ def test_a_profile_that_is_cut_off_is_refused(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_commands_find_them_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    run = f"{NAME}-heldout::closed-68-async"
+    run = f"{NAME}-heldout::closed-84-async"
     assert command(["validate", run, "--profile", NAME, "--draws", "2", "--json"]) == 0
     judged = json.loads(capsys.readouterr().out)
-    assert judged["run"] == "closed-68-async"
+    assert judged["run"] == "closed-84-async"
     assert command(["whatif", run, "--profile", NAME, "--set", "host.scale=2", "--set", "depth=1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["predicted"]["makespan_s"] == judged["rows"][0]["predicted"]  # for a host as quick as the probe says
@@ -101,7 +101,7 @@ def test_commands_find_them_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert 1.5 < found["what if"]["makespan_s"] / found["predicted"]["makespan_s"] < 3
     assert command(["validate", f"{NAME}-heldout::none", "--profile", NAME]) == 2
-    assert "with one of closed-36-long-async" in capsys.readouterr().err
+    assert "with one of closed-108-async" in capsys.readouterr().err
     for nowhere in (f"{NAME}-nowhere::closed-1-sync", f"{NAME}-nowhere"):
         assert command(["validate", nowhere, "--profile", NAME]) == 2
         assert f"use the folder of a run, an archive that ends in .tar.xz, or {NAME}-delay," in capsys.readouterr().err
@@ -111,7 +111,8 @@ def test_the_published_table_is_of_these_runs() -> None:
     """All of them, and the misses are counted as they are."""
     root = Path(__file__).parent.parent
     report = json.loads((root / "experiments" / "results" / f"validate-{NAME}.json").read_text())
-    assert len(report["decisions"]) == sum(len(load_runs([f"{NAME}-{group}"])) for group in ("heldout", "delay"))
+    judged = ("heldout", "delay", "tight")
+    assert len(report["decisions"]) == sum(len(load_runs([f"{NAME}-{group}"])) for group in judged)
     limited = [row for row in report["rows"] if row["limit"] is not None]
     assert report["met"] == sum(abs(row["error"]) <= row["limit"] for row in limited)
     assert f"{report['met']} of {len(limited)} figures met" in (root / "docs" / "fidelity.md").read_text()

@@ -8,9 +8,10 @@ from planted import wanted
 
 from asyncsched.plan import StepShape
 from asyncsched.runs import Run
-from sim.measured import Heat, MeasuredCosts
+from sim.measured import Heat, MeasuredCosts, jitter_of
 from sim.predict import predict
 from sim.profile import HOT_TOKENS, Profile
+from sim.validate import coverage
 
 HOST = {"plan": 70, "fill": 50, "commit": 40, "deliver": 30}
 PATH = sum(HOST.values()) - HOST["deliver"]  # what is delivered is handed over behind the next launch
@@ -157,6 +158,57 @@ def test_a_step_is_large_by_what_it_computes(seqs: int, bucket: int, large: bool
             for seed in (None, 1)
         )
         assert drawn == plain * (2 if large else 1)
+
+
+DECODE = StepShape(8, 8, 0, 8, 8, 10, 10, bucket=8)
+PREFILL = StepShape(1, 0, 20, 20, 1, 20, 210, bucket=0, mixed_bucket=32)
+MIXED = StepShape(2, 1, 20, 21, 2, 30, 220, bucket=0, mixed_bucket=32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "hot", "cold"),
+    [
+        (DECODE, "decode_hot", "decode"),
+        (DECODE._replace(num_seqs=64, num_decodes=64, bucket=64), "decode_large", "decode_large"),
+        (PREFILL, "padded_hot", "padded_prefill"),
+        (MIXED, "padded_hot", "padded"),
+        (PREFILL._replace(mixed_bucket=0), "eager_prefill", "eager_prefill"),
+    ],
+)
+def test_what_is_behind_large_prefills_varies_by_tables_of_its_own(shape: StepShape, hot: str, cold: str) -> None:
+    """Decodes of small batches and captured steps that prefill do, where there are such tables."""
+    names = ("decode", "decode_hot", "decode_large", "eager", "eager_prefill", "padded", "padded_prefill", "padded_hot")
+    prices = priced(gpu={"padded": {"tokens": [32], "tokens_us": [500.0]}}).to_dict()
+    for slow in names:
+        profile = Profile.from_dict(
+            {**prices, "jitter": {name: (2.0 if name == slow else 1.0,) * 11 for name in names}}
+        )
+        for heat, table in ((0.3, hot), (0.0, cold)):
+            plain, drawn = (
+                MeasuredCosts(profile, depth=1, seats=64, seed=seed).forward_ns(shape, 10, 0, False, heat)
+                for seed in (None, 1)
+            )
+            assert drawn == plain * (2 if slow == table else 1) > 0, slow
+    without = Profile.from_dict({**BASE, "jitter": {"decode": (2.0,) * 11, "padded": (2.0,) * 11}})
+    assert jitter_of(without.jitter, shape, 0.3) == jitter_of(without.jitter, shape, 0.0)
+
+
+def test_intervals_of_steps_behind_large_prefills_are_theirs() -> None:
+    """Those of others are planted where no step is."""
+    tables = dict.fromkeys(("decode", "padded", "padded_prefill", "eager"), (3.0,) * 11)
+    hot = {"decode_hot": (1.0,) * 11, "padded_hot": (1.0,) * 11}
+    gpu = {"hot_ms": 20.0, "eager": {"tokens": [10], "tokens_us": [4980.0]}}
+    sizes = {"max_num_batched_tokens": 2 * HOT_TOKENS, "max_model_len": 2 * HOT_TOKENS, "mixed_buckets": (32,)}
+    asked = wanted("hot", 1, [HOT_TOKENS, 20], [30] * 2, [0.0, 1.5], decode_buckets=(9,), **sizes)
+    run = predict(asked, priced(gpu=gpu))
+    begun = run.steps.start("compute")
+    is_hot = (begun > begun[0]) & (begun < run.steps.end("compute")[0] + 20_000_000)
+    profile = Profile.from_dict({**priced(gpu=gpu).to_dict(), "jitter": {**tables, **hot}})
+    found = {one.kind: round(one.share * one.count) for one in coverage(run, profile)}
+    decodes = run.steps.kind == "decode"
+    assert found["decode"] == np.count_nonzero(is_hot & decodes)
+    assert 3 < found["decode"] < np.count_nonzero(decodes)
+    assert found["mixed"] == 1
 
 
 def test_a_host_keeps_its_speed_for_a_while() -> None:

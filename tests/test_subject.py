@@ -19,7 +19,7 @@ from sim.scenario import read_preset
 from sim.subject import Subject, of_profile, of_run, of_scenario, warning
 
 NAME = "h200-llama-8b"
-RUN = f"{NAME}-heldout::closed-36-long-async"
+RUN = f"{NAME}-heldout::closed-38-long-async"
 SMALLER = "num_hidden_layers 32 and not 16, hidden_size 4096 and not 2048, intermediate_size 14336 and not 8192"
 Captured = pytest.CaptureFixture[str]
 
@@ -158,5 +158,5 @@ def test_commands_on_a_run_say_it_and_go_on(ask: list[str], tmp_path: Path, caps
 def test_no_profile_is_learnt_from_two_models() -> None:
     """Both are called llama."""
     smaller = other_run(model={**load_run(RUN).info.model, "num_hidden_layers": 16})
-    with pytest.raises(ConfigError, match=r"model.num_hidden_layers: 16 .* closed-36-long-async had 32"):
+    with pytest.raises(ConfigError, match=r"model.num_hidden_layers: 16 .* closed-38-long-async had 32"):
         calibrate([load_run(RUN), smaller])
