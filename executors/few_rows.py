@@ -3,7 +3,7 @@
 The model's code stays as it is. Its linear layers, merged ones too, call an operation that looks at the number of rows
 when it is called: a product of few rows takes as long as reading its weight, and a library's kernels are made for more.
 All others, and those of few rows in which the library was measured to be as fast, are the library's
-(`executors.library_products`).
+(`executors.library_products`). So are all inside `alike`, where a row's numbers must not depend on how many there are.
 
 What was measured is one H200, so devices that are no Hopper keep the library: newer ones have other tensor cores, and
 some of them a fraction of its shared memory, which the widest tiles do not fit.
