@@ -32,7 +32,7 @@ def check_warm_up(warm_up: object) -> None:
 
 
 def depth_of(mode: str | None, depth: int | None) -> int:
-    if mode is not None and mode not in MODE_DEPTH:
+    if mode is not None and not (isinstance(mode, str) and mode in MODE_DEPTH):
         raise ConfigError("mode", mode, f"use one of {', '.join(MODE_DEPTH)}, or give a depth")
     if depth is None:
         return MODE_DEPTH[mode or "async"]

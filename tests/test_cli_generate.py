@@ -708,6 +708,7 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bench in no mode": ((*SHAPE, "--mode", "sync,fast"), ("--mode: 'sync,fast'", "sync, async")),
     "bench in a mode twice": ((*SHAPE, "--mode", "sync,sync"), ("--mode: 'sync,sync'", "twice")),
     "bench at a depth twice": ((*SHAPE, "--depth", "1,3,1"), ("--depth: '1,3,1'", "twice")),
+    "bench at a depth twice, in other words": ((*SHAPE, "--depth", "1,01"), ("--depth: '1,01'", "twice")),
     "bench of too many requests": ((*SHAPE, "--requests", "9999999999"), ("--requests: '9999999999'", "at most 999,")),
     "record between no lengths": (
         ("record", "-o", "run", *SHAPE[1:], "--new-tokens", "5-"),

@@ -602,6 +602,12 @@ def test_a_tokenizer_that_cannot_be_read_is_named_once_text_is_wanted(tmp_path: 
         llm.generate("hello", GREEDY)
 
 
+@pytest.mark.parametrize("mode", [[], {}, 2, "fast"])
+def test_what_is_no_mode(mode: Any) -> None:
+    with pytest.raises(ConfigError, match=r"mode: .* is not allowed; use one of sync, async"):
+        tiny_llm(num_blocks=8, mode=mode)
+
+
 @pytest.mark.parametrize("model", [None, 5, b"folder"])
 def test_what_is_no_model(model: Any) -> None:
     with pytest.raises(ConfigError, match=r"model: .* is not allowed; use a folder"):

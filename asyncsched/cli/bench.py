@@ -156,16 +156,15 @@ def bench(
 def _depths(mode: str | None, depth: str | None) -> dict[str, int]:
     """Depths by the name of their run, in order; one that is a mode's runs under the mode's name."""
     modes = mode.split(",") if mode is not None else [] if depth is not None else list(MODES)
-    depths = depth.split(",") if depth is not None else []
-    for option, text, names in (("--mode", mode, modes), ("--depth", depth, depths)):
-        if len(set(names)) < len(names):
+    depths = [parse_depth("--depth", text) for text in depth.split(",")] if depth is not None else []
+    for option, text, several in (("--mode", mode, modes), ("--depth", depth, depths)):
+        if len(set(several)) < len(several):
             raise ConfigError(option, text, "one is there twice; name each once")
     for name in modes:
         if name not in MODES:
             raise ConfigError("--mode", mode, f"use {', '.join(MODES)}, or both; other depths are for --depth")
     named = {name: MODES[name] for name in modes}
-    for text in depths:
-        steps = parse_depth("--depth", text)
+    for steps in depths:
         if steps not in named.values():
             named[f"depth {steps}"] = steps
     return named

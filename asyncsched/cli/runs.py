@@ -32,8 +32,15 @@ def is_run(name: str) -> bool:
 
 
 def load_run(name: str) -> Run:
-    """Raises ConfigError."""
-    return read_run(_found_run(name))
+    """Raises ConfigError, which names the run as it was named."""
+    found = _found_run(name)
+    try:
+        return read_run(found)
+    except ConfigError as error:
+        if error.value != found:
+            raise
+        ours, theirs = (one.partition(IN_ARCHIVE)[0] for one in (name, found))
+        raise ConfigError(error.field, name, error.allowed.replace(theirs, ours)) from None
 
 
 def load_runs(names: list[str]) -> list[Run]:
