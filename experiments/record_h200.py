@@ -7,7 +7,7 @@ engine over it, workloads that arrive in real time.
 Needs a CUDA device; `--dry-run` does the same with a tiny model and small workloads wherever it is started. Writes
 one archive per shape and group, each as soon as its runs are over, and what there is of it when something ends it. Runs
 that an archive holds are kept, so that a campaign that broke off is continued by the same command. Each run says how
-quick its host was before and after it (`executors/host_probe.py`). Groups and their workloads are in
+quick its host was before, during and after it (`executors/host_probe.py`). Groups and their workloads are in
 `h200_workloads.py`. `--pack` keeps one file of everything in DIR, written anew after each group: bring that one back
 from a machine that gives few files back, and unpack it with tar.
 """

@@ -8,9 +8,10 @@ Runs come from `experiments/record_h200.py`; those of the H200 come along with t
 them. Needs no GPU. Every row is printed, whether the figure asked for is met or not.
 
 A host works at one speed now and at another then, which nobody can foresee. What is judged is the prediction for a host
-as quick as the probe beside the run says, where one was read: a fixed piece of work, which knows nothing of the run.
-Each run is predicted twice more: blindly, without the probe, and with one thing of itself known, how slow its host was
-by its plans and commits. That tells errors of the model from those of the guess; neither is what is judged.
+as quick as the probe says that was read during the run, or beside it where not all runs have that: a fixed piece of
+work, which knows nothing of the run. Each run is predicted twice more: blindly, without the probe, and with one thing
+of itself known, how slow its host was by its plans and commits. That tells errors of the model from those of the guess;
+neither is what is judged.
 """
 
 from __future__ import annotations

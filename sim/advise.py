@@ -89,8 +89,8 @@ def advise_run(
     progress: Progress | None = None,
 ) -> Advice:
     """Serves the run's requests at the profile's prices, arriving when they did, as `advise` does with a scenario's.
-    Where a probe was read beside the run, its host is as quick as that says. The host cost that is scaled has the run's
-    host delay in it. `changes` are of the engine's settings.
+    Where the run has a probe of the profile's kind, its host is as quick as that says. The host cost that is scaled has
+    the run's host delay in it. `changes` are of the engine's settings.
 
     Raises ConfigError where the run does not say what the engine had.
     """
