@@ -347,10 +347,11 @@ def _versions() -> dict[str, Any]:
 
 @cache  # asking takes as long as a short run
 def _driver_and_commit() -> dict[str, str]:
-    """What only other programs know: the driver of the GPU, and the commit of this code. Left out where they don't."""
+    """What only other programs know: the driver of the GPU, and the commit of this code, with `-dirty` behind it where
+    that was changed since. Left out where they don't."""
     asked = {
         "driver": ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        "commit": ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],
+        "commit": ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"],
     }
     found = {}
     for name, command in asked.items():

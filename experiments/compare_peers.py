@@ -42,6 +42,8 @@ from one_line import errors_in_one_line
 from peers import Load
 from sections import Row, Setup
 
+from asyncsched.cli.files import check_output, write_output
+from asyncsched.errors import ConfigError
 from executors.named_configs import named_config
 from executors.settings import device_of
 
@@ -119,6 +121,8 @@ def main(
 ) -> None:
     """Measure, print tables, and write the results."""
     with errors_in_one_line():
+        check_output("--out", out, (".json",))
+        measured(out)
         device_of(device)
         setup = Setup(shape=named_config(config), device=device, rounds=rounds, shrink=shrink)
         small = Setup(shape=named_config(small_config), device=device, rounds=rounds, shrink=shrink)
@@ -162,7 +166,12 @@ def main(
 def about(device: str, config: str) -> Row:
     """Where the figures come from."""
     cuda = device == "cuda"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"] if cuda else ["true"],
         capture_output=True,
@@ -181,11 +190,23 @@ def about(device: str, config: str) -> Row:
     }
 
 
+def measured(out: Path | None) -> dict[str, Row]:
+    """The sections that the file has. Raises ConfigError where it is none of ours."""
+    if out is None or not out.exists():
+        return {}
+    try:
+        found = json.loads(out.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError("--out", str(out), f"it exists and cannot be read ({error}); name another file") from None
+    if not isinstance(found, dict):
+        raise ConfigError("--out", str(out), "it exists and holds no sections; name another file")
+    return found
+
+
 def save(out: Path, section: str, record: Row) -> None:
     """Adds or replaces a section of the file, at once: what was measured before is not lost to a later fault."""
-    results = json.loads(out.read_text()) if out.exists() else {}
-    results[section] = record
-    out.write_text(json.dumps(results, indent=1) + "\n")
+    results = {**measured(out), section: record}
+    write_output("--out", out, (json.dumps(results, indent=1) + "\n").encode())
 
 
 def print_rows(section: str, record: Row) -> None:

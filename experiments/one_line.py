@@ -36,5 +36,5 @@ def whole_numbers(option: str, text: str) -> list[int]:
     """Of a list such as 1,32. Raises ConfigError."""
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and 1 <= int(part) <= 10**6 for part in parts):
-        raise ConfigError(option, text, "use whole numbers of at least 1, as in 1,32")
+        raise ConfigError(option, text, "use whole numbers of at least 1 and at most 1,000,000, as in 1,32")
     return [int(part) for part in parts]

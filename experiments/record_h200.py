@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import io
+import math
 import shutil
 import signal
 import subprocess
@@ -38,8 +39,9 @@ from asyncsched.run_files import ARCHIVE, read_runs, write_archive
 from asyncsched.runs import Run
 from executors.llm import LLM
 from executors.models import Model
-from executors.named_configs import named_config
+from executors.named_configs import check_name, named_config
 from executors.recorder import Recorder, TimedRequest, warm_up, warm_up_eager
+from executors.settings import device_of
 from sim.workload import build_workload
 
 CLOCKS_MS = 20
@@ -61,10 +63,18 @@ def main(
         if not out.is_dir():
             raise ConfigError("--out", str(out), "name a folder that exists")
         check_output("--pack", pack, (".tar",))
-    results = _Results(out, pack)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what there is gets written
-    clock = _Clock(minutes * 60)
-    for shape in ["llama-tiny"] if dry_run else config or ["llama-8b", "llama-1b"]:
+        if not 0 < minutes < math.inf:
+            raise ConfigError("--minutes", minutes, "use a number above 0")
+        shapes = ["llama-tiny"] if dry_run else config or ["llama-8b", "llama-1b"]
+        for shape in shapes:
+            check_name(shape)
+        device_of("cpu" if dry_run else "cuda")
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what there is gets written
+        _record(shapes, groups, _Results(out, pack), _Clock(minutes * 60), dry_run)
+
+
+def _record(shapes: list[str], groups: list[str], results: _Results, clock: _Clock, dry_run: bool) -> None:
+    for shape in shapes:
         missing = [group for group in groups if not _is_complete(results.archive(shape, group), group)]
         if missing:
             _record_shape(shape, missing, results, clock, dry_run)

@@ -142,6 +142,9 @@ def test_a_study_checks_its_picture_before_the_work(tmp_path: Path) -> None:
         (("bench_core.py", "--batch", "0"), "--batch"),
         (("compare_peers.py", "--device", "tpu"), "error: device: 'tpu' is not allowed"),
         (("compare_peers.py", "--device", "cpu", "--config", "nowhere"), "error: config: 'nowhere' is not allowed"),
+        (("compare_peers.py", "--device", "cpu", "--out", "no/x.json"), "error: --out: 'no/x.json' is not allowed"),
+        (("record_h200.py", "--out", ".", "--config", "nowhere"), "error: config: 'nowhere' is not allowed"),
+        (("record_h200.py", "--out", ".", "--minutes", "nan", "--dry-run"), "error: --minutes: nan is not allowed"),
     ],
 )
 def test_bad_options_of_a_script_are_found_before_the_work(
@@ -162,6 +165,24 @@ def test_a_document_that_is_not_there_is_found_missing_before_the_work(name: str
     assert done.stderr.startswith("error: --docs: 'missing.md' is not allowed; it cannot be read")
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("held", ["", '{"batch":', "[1]"])
+def test_results_that_cannot_be_added_to_are_found_before_the_work(held: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    out.write_text(held)
+    done = script("compare_peers.py", "--device", "cpu", "--out", "out.json", folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: --out: 'out.json' is not allowed; it exists and ")
+    assert out.read_text() == held
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_an_archive_that_cannot_be_continued_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "cpu-llama-tiny-fit.tar.xz").write_bytes(b"")
+    done = script("record_h200.py", "--out", ".", "--dry-run", "--only", "fit", folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: run: 'cpu-llama-tiny-fit.tar.xz' is not allowed; it is not a whole .tar.xz")
 
 
 def test_a_model_step_is_timed_and_a_variant_that_fails_is_one_line(tmp_path: Path) -> None:
