@@ -97,10 +97,10 @@ def _draw_far(axes: Axes, values: Any, height: float, widest: float, **style: An
     for sign, marker in ((-1, "<"), (1, ">")):
         far = sorted(values[np.sign(values) == sign].tolist(), key=abs)
         if far:
-            axes.plot([sign * widest], [height], marker=marker, **style)
+            axes.plot([sign * 1.04 * widest], [height], marker=marker, **style)  # beside a dot that is just within
             text = ", ".join(f"{value:+.0f}" for value in far)
             side = "left" if sign > 0 else "right"
-            axes.text(sign * 1.02 * widest, height, text, fontsize=7, va="center", ha=side, color=style["color"])
+            axes.text(sign * 1.06 * widest, height, text, fontsize=7, va="center", ha=side, color=style["color"])
 
 
 def _sides(measured: Side, predicted: Side) -> tuple[tuple[Side, str, str, str], ...]:
