@@ -88,7 +88,7 @@ def test_a_profile_that_is_cut_off_is_refused(tmp_path: Path, capsys: pytest.Cap
         assert "missing; `asyncsched calibrate` writes it; is " in capsys.readouterr().err
 
 
-def test_commands_find_them_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_find_them_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = f"{NAME}-heldout::closed-84-async"
     assert command(["validate", run, "--profile", NAME, "--draws", "2", "--json"]) == 0
     judged = json.loads(capsys.readouterr().out)
@@ -100,11 +100,13 @@ def test_commands_find_them_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["whatif", run, "--profile", NAME, "--set", "max_num_seqs=24", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert 1.5 < found["what if"]["makespan_s"] / found["predicted"]["makespan_s"] < 3
-    assert command(["validate", f"{NAME}-heldout::none", "--profile", NAME]) == 2
-    said = capsys.readouterr().err  # as it was named, and not where it lies
-    assert said.startswith(
-        f"error: run: '{NAME}-heldout::none' is not allowed; use {NAME}-heldout:: with one of closed-108-a"
-    )
+    none, made = f"{NAME}-heldout::none", tmp_path / "made.toml"
+    for asked in (["validate", none, "--profile", NAME], ["calibrate", none, "-o", str(made)]):
+        assert command(asked) == 2
+        assert not made.exists()
+        said = capsys.readouterr().err  # as it was named, and not where it lies
+        allowed = f"use {NAME}-heldout:: with one of closed-108-a"
+        assert said.startswith(f"error: run: '{none}' is not allowed; {allowed}")
     for nowhere in (f"{NAME}-nowhere::closed-1-sync", f"{NAME}-nowhere"):
         assert command(["validate", nowhere, "--profile", NAME]) == 2
         assert f"use the folder of a run, an archive that ends in .tar.xz, or {NAME}-delay," in capsys.readouterr().err

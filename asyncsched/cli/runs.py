@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from asyncsched.runs import Run
     from sim.profile import Profile
 
+Found = TypeVar("Found")
 RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="A folder, ARCHIVE.tar.xz::NAME, or a run that comes along.")
 ]
@@ -32,15 +34,8 @@ def is_run(name: str) -> bool:
 
 
 def load_run(name: str) -> Run:
-    """Raises ConfigError, which names the run as it was named."""
-    found = _found_run(name)
-    try:
-        return read_run(found)
-    except ConfigError as error:
-        if error.value != found:
-            raise
-        ours, theirs = (one.partition(IN_ARCHIVE)[0] for one in (name, found))
-        raise ConfigError(error.field, name, error.allowed.replace(theirs, ours)) from None
+    """Raises ConfigError."""
+    return _read(name, read_run)
 
 
 def load_runs(names: list[str]) -> list[Run]:
@@ -48,7 +43,7 @@ def load_runs(names: list[str]) -> list[Run]:
     for place, name in enumerate(names):
         if name in names[:place]:
             raise ConfigError("RUN", name, "it is named twice; a run counts once")
-    return [run for name in names for run in read_runs(_found_run(name))]
+    return [run for name in names for run in _read(name, read_runs)]
 
 
 def load_profile_data(name: str) -> dict[str, Any]:
@@ -86,6 +81,18 @@ def check_subject(profile: Profile, run: Run) -> list[str]:
     for said in notes:
         print("warning:", said, file=sys.stderr)
     return notes
+
+
+def _read(name: str, read: Callable[[str], Found]) -> Found:
+    """What is there under that name. Raises ConfigError, which names it as it was named and not by where it lies."""
+    found = _found_run(name)
+    try:
+        return read(found)
+    except ConfigError as error:
+        if error.value != found:
+            raise
+        ours, theirs = (one.partition(IN_ARCHIVE)[0] for one in (name, found))
+        raise ConfigError(error.field, name, error.allowed.replace(theirs, ours)) from None
 
 
 def _found_run(name: str) -> str:
